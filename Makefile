@@ -1,0 +1,55 @@
+# `make test` on a fresh clone makes .venv, installs BeaconScope into it and runs the tests.
+
+PYTHON ?= python3
+VENV := .venv
+OLDEST := .venv-oldest
+BIN := $(VENV)/bin
+# Two processes with one thread each beat one process with two on small models.
+WORKERS ?= 2
+PYTEST_ARGS ?=
+export OMP_NUM_THREADS ?= 1
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: test demo lint types format test-oldest bench install clean
+
+test: install
+	$(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
+
+# Records, and shows, a first trace without the network.
+demo: install
+	$(BIN)/beaconscope demo
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: install
+	$(BIN)/mypy
+
+format: install
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: install
+	for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+
+# The old end of the supported range of transformers.
+test-oldest: $(OLDEST)/installed
+	$(OLDEST)/bin/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
+
+install: $(VENV)/installed
+
+$(VENV)/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev,gguf]'
+	touch $@
+
+$(OLDEST)/installed: pyproject.toml constraints.txt constraints-oldest.txt
+	$(PYTHON) -m venv $(OLDEST)
+	# A pin of constraints-oldest.txt takes the place of the same package's pin in constraints.txt.
+	awk -F== '!/^#/ && !($$1 in seen) { seen[$$1]; print }' constraints-oldest.txt constraints.txt > $(OLDEST)/constraints.txt
+	$(OLDEST)/bin/pip install --quiet -c $(OLDEST)/constraints.txt -e '.[test,gguf]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) $(OLDEST) build dist .mypy_cache .ruff_cache .pytest_cache
