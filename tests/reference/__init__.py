@@ -1,0 +1,1 @@
+"""A slow, plain reading of the method in numpy: the witness that the package is tested against."""
