@@ -1,0 +1,82 @@
+"""What a person sees while a command works: notes and a progress bar on stderr, results on stdout."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+
+class Report(Protocol):
+    """Told how far the work is, as often as it likes."""
+
+    def __call__(self, done: int, total: int | None) -> None:
+        """``done`` of ``total`` units are done; None where the total is not known."""
+
+
+@dataclass(frozen=True)
+class Terminal:
+    """Says things, unless told to be quiet. Errors are no business of it."""
+
+    quiet: bool = False
+    verbose: bool = False
+
+    def note(self, text: str) -> None:
+        """Say something on the way, on stderr."""
+        if not self.quiet:
+            typer.echo(text, err=True)
+
+    def detail(self, text: str) -> None:
+        """Say something on the way that only ``--verbose`` shows."""
+        if self.verbose:
+            self.note(text)
+
+    def wrote(self, path: Path, *next_command: str) -> None:
+        """Say, last of all, what was written and which command comes next."""
+        if self.quiet:
+            return
+        typer.echo(f"Wrote {path}")
+        if next_command:
+            typer.echo(f"Next: {shlex.join(next_command)}")
+
+    @contextmanager
+    def progress(self, what: str, unit: str) -> Iterator[Report]:
+        """Show a bar with rate and time left on stderr while the block runs; nothing where stderr is no terminal."""
+        console = Console(stderr=True)
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            _Rate(unit),
+            TimeRemainingColumn(),
+        )
+        with Progress(
+            *columns, console=console, transient=True, disable=self.quiet or not console.is_terminal
+        ) as progress:
+            task = progress.add_task(what, total=None)
+
+            def report(done: int, total: int | None) -> None:
+                progress.update(task, completed=done, total=total)
+
+            yield report
+
+
+class _Rate(ProgressColumn):
+    """Units per second."""
+
+    def __init__(self, unit: str) -> None:
+        super().__init__()
+        self._unit = unit
+
+    def render(self, task: Task) -> Text:
+        """Show the rate, or a question mark before there is one."""
+        rate = task.finished_speed or task.speed
+        return Text("?" if rate is None else f"{rate:.1f} {self._unit}/s", style="progress.data.speed")
