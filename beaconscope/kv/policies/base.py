@@ -1,0 +1,140 @@
+"""What an eviction policy is: settings that start a state for each layer, driven alike by the live cache and by replay."""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from beaconscope.errors import UsageError
+from beaconscope.kv.heads import HeadInfo
+from beaconscope.kv.step import AttentionStep
+
+
+@dataclass(frozen=True)
+class QueryBlock:
+    """Queries of T consecutive positions, in order."""
+
+    query: Tensor  # [R, H, G, T, D], post-RoPE
+    first_position: int
+    together: bool
+    """The T tokens were fed in one forward pass (a prompt); otherwise they are T passes of one token each."""
+
+
+@dataclass(frozen=True)
+class CacheView:
+    """The entries that a compression may keep or drop. N entries, oldest first."""
+
+    key: Tensor  # [R, H, N, D], post-RoPE
+    value: Tensor  # [R, H, N, Dv]
+    positions: Tensor  # [R, H, N], int64, ascending
+    newest: int
+    """Position of the newest entry, which is the current position."""
+
+    @property
+    def size(self) -> int:
+        """N, the entries at hand."""
+        return self.positions.shape[2]
+
+
+class PolicyState(ABC):
+    """What a policy remembers of one layer, for R sequences of equal length."""
+
+    def observe(self, block: QueryBlock) -> None:
+        """See the queries of a block. Every query comes once, in order; where blocks are cut makes no difference."""
+
+    def attend(self, step: AttentionStep) -> None:
+        """See a whole step, attention included; called only for a policy that ``needs_attention``."""
+
+    @abstractmethod
+    def keep(self, view: CacheView) -> Tensor:
+        """Decide a compression: bool [R, H, N], True for the entries to keep."""
+
+    def evicted(self, index: Tensor) -> None:
+        """Follow a compression: slot ``j`` now holds what slot ``index[..., j]`` held, int64 [R, H, K]."""
+
+    def select_rows(self, rows: Tensor) -> None:
+        """Keep the sequences ``rows`` (int64 [R'], repeats allowed), for beam search."""
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor):
+                setattr(self, name, value.index_select(0, rows.to(value.device)))
+
+
+@dataclass(frozen=True)
+class Policy(ABC):
+    """Settings of an eviction policy. Sizes are entries per KV head."""
+
+    name: ClassVar[str]
+    summary: ClassVar[str]
+    """One line on what it keeps."""
+    source: ClassVar[str]
+    """Paper that the rule is from."""
+    needs_attention: ClassVar[bool] = False
+    """Its states see every step with its attention (:meth:`PolicyState.attend`)."""
+
+    budget: int = 1024
+    """B, entries kept after a compression."""
+    interval: int = 1
+    """I, new entries over the budget before the next compression; a cache holds at most B + I."""
+
+    def __post_init__(self) -> None:
+        if self.interval < 1:
+            raise UsageError(f"interval is {self.interval}; give at least 1")
+        if self.budget < self.protected + 1:
+            raise UsageError(
+                f"a budget of {self.budget} does not hold the {self.protected} protected entries of {self.name} and one "
+                f"more; give a budget of at least {self.protected + 1}"
+            )
+
+    @property
+    def protected(self) -> int:
+        """Entries that are kept whatever their score."""
+        return 0
+
+    @property
+    def needs_queries(self) -> bool:
+        """Its states see every query (:meth:`PolicyState.observe`)."""
+        return False
+
+    @property
+    def capacity(self) -> int | None:
+        """B + I, the most entries a head holds between steps; None where nothing is evicted."""
+        return self.budget + self.interval
+
+    @abstractmethod
+    def start(self, heads: HeadInfo) -> PolicyState:
+        """A fresh state for the heads of one layer."""
+
+    def params(self) -> dict[str, object]:
+        """The fields by name, as plain values."""
+        return dataclasses.asdict(self)
+
+
+def keep_highest(scores: Tensor, protected: Tensor, budget: int, shared: bool = False) -> Tensor:
+    """The ``budget`` entries to keep of each head: the protected ones, then the highest scores, ties to the oldest.
+
+    Parameters
+    ----------
+    scores
+        float [R, H, N].
+    protected
+        bool, broadcast to [R, H, N]; at most ``budget`` in each head.
+    budget
+        Entries to keep; all are where N is not larger.
+    shared
+        All heads keep one set, by their highest score of each entry.
+
+    Returns
+    -------
+    Tensor
+        bool [R, H, N].
+    """
+    if shared:
+        scores = scores.amax(dim=1, keepdim=True).expand_as(scores)
+    ranked = scores.masked_fill(protected, float("inf")).argsort(dim=-1, descending=True, stable=True)
+    kept = torch.zeros_like(scores, dtype=torch.bool)
+    return kept.scatter_(-1, ranked[..., :budget], True)

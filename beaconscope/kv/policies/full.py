@@ -1,0 +1,77 @@
+"""The full cache: nothing is evicted. The ground truth for analysis, with BeaconKV's beacons as a shadow beside it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from beaconscope.kv.beacons import BeaconTracker
+from beaconscope.kv.heads import HeadInfo
+from beaconscope.kv.policies.base import CacheView, Policy, PolicyState, QueryBlock
+from beaconscope.kv.policies.beacon import BeaconKV
+
+
+class ShadowState(PolicyState):
+    """Beacons chosen when BeaconKV would have fired, while every entry stays."""
+
+    def __init__(self, shadow: BeaconKV, heads: HeadInfo) -> None:
+        self._capacity = shadow.budget + shadow.interval
+        self._budget = shadow.budget
+        self._held = 0
+        self.tracker = BeaconTracker(shadow.beacon_settings, heads)
+
+    @property
+    def room(self) -> int:
+        """Tokens that may be fed before the shadow would compress."""
+        return self._capacity - self._held
+
+    def observe(self, block: QueryBlock) -> None:
+        total = block.query.shape[3]
+        start = 0
+        while start < total:
+            # A prompt is compressed once, at its end; single tokens one by one.
+            count = total if block.together else min(total - start, self.room)
+            self.tracker.observe(block.query[:, :, :, start : start + count], block.first_position + start)
+            start += count
+            self._held += count
+            if self._held >= self._capacity:
+                self.tracker.choose(block.first_position + start - 1)
+                self._held = self._budget
+
+    def keep(self, view: CacheView) -> Tensor:
+        return torch.ones_like(view.positions, dtype=torch.bool)
+
+    def select_rows(self, rows: Tensor) -> None:
+        self.tracker.select_rows(rows)
+
+
+class FullState(PolicyState):
+    """Keeps everything and sees nothing."""
+
+    def keep(self, view: CacheView) -> Tensor:
+        return torch.ones_like(view.positions, dtype=torch.bool)
+
+
+@dataclass(frozen=True)
+class Full(Policy):
+    """Keep every entry; with ``shadow``, follow the beacons that BeaconKV would have had."""
+
+    name: ClassVar[str] = "full"
+    summary: ClassVar[str] = "keeps every entry"
+    source: ClassVar[str] = "the model's own cache"
+
+    shadow: BeaconKV | None = None
+
+    @property
+    def needs_queries(self) -> bool:
+        return self.shadow is not None
+
+    @property
+    def capacity(self) -> int | None:
+        return None
+
+    def start(self, heads: HeadInfo) -> PolicyState:
+        return FullState() if self.shadow is None else ShadowState(self.shadow, heads)

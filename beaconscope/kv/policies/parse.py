@@ -1,0 +1,89 @@
+"""From ``name:parameter=value,...`` to a policy."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Mapping
+
+from beaconscope.errors import UsageError
+from beaconscope.kv.policies.base import Policy
+from beaconscope.kv.policies.beacon import BeaconKV
+from beaconscope.kv.policies.full import Full
+from beaconscope.kv.policies.random_eviction import RandomEviction
+from beaconscope.kv.policies.streaming_llm import StreamingLLM
+
+POLICIES: Mapping[str, type[Policy]] = types.MappingProxyType(
+    {policy.name: policy for policy in (BeaconKV, Full, StreamingLLM, RandomEviction)}
+)
+"""Every policy by its name."""
+
+
+def parse_policy(text: str, **defaults: object) -> Policy:
+    """The policy that ``text`` names, such as ``streaming-llm`` or ``random:recent=32,seed=1``.
+
+    Parameters
+    ----------
+    text
+        Name of a policy, then after a colon its parameters. Dashes and underscores are the same.
+    **defaults
+        Parameters that hold unless ``text`` gives them; those that the policy does not have are passed over.
+
+    Raises
+    ------
+    UsageError
+        For a name or parameter that does not exist (with the nearest one), or a value that does not fit.
+    """
+    name, _, rest = text.partition(":")
+    name = name.strip().lower().replace("_", "-")
+    if name not in POLICIES:
+        raise UsageError(f"there is no policy {name!r}; {_nearest(name, POLICIES)}")
+    kind = POLICIES[name]
+    hints = typing.get_type_hints(kind)
+    fields = {field.name: hints[field.name] for field in dataclasses.fields(kind) if field.name != "shadow"}
+    values = {key: value for key, value in defaults.items() if key in fields}
+    for part in filter(None, (part.strip() for part in rest.split(","))):
+        key, equals, value = (piece.strip() for piece in part.partition("="))
+        key = key.replace("-", "_")
+        if key not in fields:
+            raise UsageError(f"policy {name} has no parameter {key!r}; {_nearest(key, fields)}")
+        if not equals or not value:
+            raise UsageError(f"policy {name}: {part!r} gives no value; write {key}=VALUE")
+        values[key] = _convert(f"policy {name}: {key}", value, fields[key])
+    return kind(**values)  # type: ignore[arg-type]
+
+
+def _nearest(name: str, known: typing.Iterable[str]) -> str:
+    known = list(known)
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {close[0]}?" if close else f"there are: {', '.join(known)}"
+
+
+def _convert(what: str, text: str, hint: object) -> object:
+    """``text`` as a value of the annotated type ``hint``."""
+    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    if type(None) in options and text.lower() == "none":
+        return None
+    for option in options:
+        if option is bool and text.lower() in ("true", "false"):
+            return text.lower() == "true"
+        if typing.get_origin(option) is typing.Literal and text in typing.get_args(option):
+            return text
+        if option in (int, float):
+            try:
+                return option(text)  # type: ignore[operator]
+            except ValueError:
+                continue
+    raise UsageError(f"{what}={text} does not fit; give {_describe(options)}")
+
+
+def _describe(options: tuple[object, ...]) -> str:
+    words = []
+    for option in options:
+        if typing.get_origin(option) is typing.Literal:
+            words.append("one of " + ", ".join(map(str, typing.get_args(option))))
+        else:
+            words.append({int: "a whole number", float: "a number", bool: "true or false"}.get(option, "none"))  # type: ignore[call-overload]
+    return " or ".join(words)

@@ -1,0 +1,70 @@
+"""One forward pass through one attention layer, as policies and recorders see it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class AttentionStep:
+    """What T new tokens of R sequences of equal length brought to a layer, and what they attended to.
+
+    H is the number of KV heads, G the query heads in the group of each, N the entries attended to (the T new ones are
+    the last), D the size of a query or key, Dv that of a value.
+    """
+
+    rows: Tensor | None
+    """Rows of the batch that these sequences are, int64 [R]; None for all of them."""
+    first_position: int
+    """Position of the first of the T new tokens."""
+    query: Tensor  # [R, H, G, T, D], post-RoPE
+    key: Tensor  # [R, H, N, D], post-RoPE
+    value: Tensor  # [R, H, N, Dv]
+    key_positions: Tensor  # [R, H, N], int64
+    scaling: float
+    softcap: float | None = None
+    """Logits are squashed to ``softcap * tanh(logit / softcap)`` where a model does so."""
+    sink_logit: Tensor | None = None
+    """Learned logits that take a share of the softmax and attend to nothing (gpt-oss), [H, G]."""
+    window: int | None = None
+    """A query of a sliding layer sees this many positions, its own included."""
+
+    @property
+    def tokens(self) -> int:
+        """T, how many tokens are new."""
+        return self.query.shape[3]
+
+    @property
+    def last_position(self) -> int:
+        """Position of the newest token."""
+        return self.first_position + self.tokens - 1
+
+    def attention(self, start: int = 0, stop: int | None = None) -> Tensor:
+        """Post-softmax attention of the new tokens ``start`` to ``stop`` (default: all), float32 [R, H, G, t, N].
+
+        These are the model's own weights: its scaling, soft cap, learned sinks and window are applied. Rows sum to one,
+        less what a learned sink takes.
+        """
+        query = self.query[:, :, :, start:stop].float()  # [R, H, G, t, D]
+        r, h, g, t, d = query.shape
+        n = self.key.shape[2]
+        logits = query.reshape(r, h, g * t, d) @ self.key.float().transpose(-1, -2)
+        logits = logits.view(r, h, g, t, n) * self.scaling
+        if self.softcap is not None:
+            logits = self.softcap * torch.tanh(logits / self.softcap)
+        if self.tokens > 1 or self.window is not None:
+            logits = logits.masked_fill(~self._visible(start, t), float("-inf"))
+        if self.sink_logit is None:
+            return logits.softmax(dim=-1)
+        sink = self.sink_logit.float()[None, :, :, None, None].expand(r, h, g, t, 1)
+        return torch.cat([logits, sink], dim=-1).softmax(dim=-1)[..., :-1]
+
+    def _visible(self, start: int, count: int) -> Tensor:
+        """Which entries new token ``start + i`` may see, bool [R, H, 1, count, N]."""
+        position = self.first_position + start + torch.arange(count, device=self.key.device)
+        back = position[:, None] - self.key_positions[:, :, None, None, :]  # [R, H, 1, count, N]
+        visible = back >= 0
+        return visible if self.window is None else visible & (back < self.window)

@@ -1,0 +1,85 @@
+"""The settings of a recording."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from beaconscope.errors import UsageError
+from beaconscope.kv.policies import BeaconKV, Policy
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is drawn. ``temperature`` 0 is greedy, and then the rest has no effect."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.temperature < 0:
+            raise UsageError(f"temperature is {self.temperature}; give 0 (greedy) or more")
+        if self.top_k < 0:
+            raise UsageError(f"top-k is {self.top_k}; give 0 (off) or more")
+        if not 0 < self.top_p <= 1:
+            raise UsageError(f"top-p is {self.top_p}; give more than 0 and at most 1")
+        if not 0 <= self.min_p < 1:
+            raise UsageError(f"min-p is {self.min_p}; give 0 (off) or more, below 1")
+        if self.repetition_penalty <= 0:
+            raise UsageError(f"repetition penalty is {self.repetition_penalty}; give more than 0 (1 is off)")
+
+
+@dataclass(frozen=True)
+class RecordOptions:
+    """Everything that a recording can be told, validated where it is made.
+
+    Raises
+    ------
+    UsageError
+        For a value out of its range.
+    """
+
+    policy: Policy = field(default_factory=BeaconKV)
+    """What the KV cache evicts. With ``Full`` nothing is, and the beacons run as a shadow."""
+    shadow: BeaconKV = field(default_factory=BeaconKV)
+    """The beacons that run beside a ``Full`` cache."""
+    max_new_tokens: int = 1024
+    sampling: Sampling = field(default_factory=Sampling)
+    system: str | None = None
+    raw: bool = False
+    """Feed the prompt as it is, without the chat template."""
+    completion: str | None = None
+    """A chain of thought to be teacher-forced instead of generated."""
+    think_open: str = "<think>"
+    think_close: str = "</think>"
+    layers: str = "auto"
+    """``auto`` (up to six, spread over the depth), ``all``, or a list such as ``0,8,16`` or ``0-8:2``."""
+    heads: str = "all"
+    """KV heads, written like ``layers``."""
+    hits: int = 8
+    values: bool = True
+    vector_type: Literal["auto", "float16", "float32"] = "auto"
+    sink_positions: int = 4
+    """The first positions, whose mass is ``mass_sink``."""
+    local_window: int = 128
+    """How far back a position is local, in tokens; what is neither sink nor local is distant."""
+    prefill_chunk: int | None = None
+    """Feed the prompt in pieces of this many tokens and compress between them; None feeds it whole."""
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise UsageError(f"max-new-tokens is {self.max_new_tokens}; give at least 1")
+        if not 1 <= self.hits <= 128:
+            raise UsageError(f"hits is {self.hits}; give 1 to 128")
+        if self.sink_positions < 0:
+            raise UsageError(f"sink-positions is {self.sink_positions}; give 0 or more")
+        if self.local_window < 1:
+            raise UsageError(f"local-window is {self.local_window}; give at least 1")
+        if self.prefill_chunk is not None and self.prefill_chunk < 1:
+            raise UsageError(f"prefill-chunk is {self.prefill_chunk}; give at least 1")
+        if not self.think_open or not self.think_close:
+            raise UsageError("the think markers must not be empty; give --think-open and --think-close a text")
