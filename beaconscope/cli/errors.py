@@ -26,12 +26,18 @@ class Command(TyperCommand):
         try:
             return super().invoke(ctx)
         except BeaconScopeError as error:
-            line, code = str(error), WRONG_USAGE if isinstance(error, UsageError) else FAILED
+            code = WRONG_USAGE if isinstance(error, UsageError) else FAILED
+            _say(error, str(error), verbose=ctx.params.get("verbose", False))
         except OSError as error:
+            # A broken pipe is typer's to handle; without a file name the system's words alone would not help.
             if error.errno == errno.EPIPE or error.filename is None:
                 raise
-            line, code = f"{error.filename}: {error.strerror}", FAILED
-        if ctx.params.get("verbose"):
-            traceback.print_exc()
-        typer.echo("error: " + " ".join(line.split()), err=True)
+            code = FAILED
+            _say(error, f"{error.filename}: {error.strerror}", verbose=ctx.params.get("verbose", False))
         raise typer.Exit(code)
+
+
+def _say(error: Exception, line: str, *, verbose: bool) -> None:
+    if verbose:
+        traceback.print_exception(error)
+    typer.echo("error: " + " ".join(line.split()), err=True)

@@ -22,18 +22,12 @@ Output = Annotated[
     Path | None,
     typer.Option("--output", "-o", metavar="PATH", help="Where to write.", rich_help_panel=COMMON),
 ]
-Force = Annotated[
-    bool, typer.Option("--force", "-f", help="Overwrite what is there.", rich_help_panel=COMMON)
-]
-Quiet = Annotated[
-    bool, typer.Option("--quiet", "-q", help="Say nothing but errors.", rich_help_panel=COMMON)
-]
+Force = Annotated[bool, typer.Option("--force", "-f", help="Overwrite what is there.", rich_help_panel=COMMON)]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Say nothing but errors.", rich_help_panel=COMMON)]
 Verbose = Annotated[
     bool, typer.Option("--verbose", "-v", help="Say more, and show the traceback of an error.", rich_help_panel=COMMON)
 ]
-Json = Annotated[
-    bool, typer.Option("--json", help="Print the result as JSON.", rich_help_panel=COMMON)
-]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.", rich_help_panel=COMMON)]
 Version = Annotated[
     bool,
     typer.Option(

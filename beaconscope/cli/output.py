@@ -1,4 +1,4 @@
-"""What the commands write: names of files by default, when one may be overwritten, and whether it can be written at all.
+"""What the commands write: its name by default, whether it may be overwritten, and whether it can be written at all.
 
 All checks come before the work, so that an hour of recording does not end in a refusal.
 """

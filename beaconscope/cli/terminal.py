@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shlex
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -67,6 +69,15 @@ class Terminal:
                 progress.update(task, completed=done, total=total)
 
             yield report
+
+
+def quieten_libraries(terminal: Terminal) -> None:
+    """Keep transformers to errors unless ``--verbose``, and its bars to terminals; call before it is imported."""
+    if not terminal.verbose:
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    if terminal.quiet or not sys.stderr.isatty():
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+        os.environ.setdefault("TQDM_DISABLE", "1")
 
 
 class _Rate(ProgressColumn):

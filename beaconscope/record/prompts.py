@@ -51,7 +51,9 @@ def read_text(source: str, what: str) -> str:
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise BeaconScopeError(f"{name} is not UTF-8 (byte {error.start}); convert it first, for instance with iconv") from None
+        raise BeaconScopeError(
+            f"{name} is not UTF-8 (byte {error.start}); convert it first, for instance with iconv"
+        ) from None
     if not text.strip():
         raise BeaconScopeError(f"{name} is empty; give it some text")
     return text.removesuffix("\n").removesuffix("\r")
