@@ -57,9 +57,7 @@ def test_a_room_imports_only_what_lies_below_it(room):
         f"{source.relative_to(PACKAGE)} imports {name}"
         for source in sorted((PACKAGE / room).rglob("*.py"))
         for name in sorted(imported_modules(source))
-        if len(parts := name.split(".")) > 1
-        and parts[1] in known
-        and parts[1] not in MAY_IMPORT[room] | {room}
+        if len(parts := name.split(".")) > 1 and parts[1] in known and parts[1] not in MAY_IMPORT[room] | {room}
     ]
     assert wrong == []
 
@@ -85,9 +83,7 @@ def heavy_modules_after(statement: str) -> list[str]:
         {statement}
         print(*[name for name in {HEAVY!r} if name in sys.modules])
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=True)
     return done.stdout.split()
 
 
