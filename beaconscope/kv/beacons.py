@@ -1,8 +1,8 @@
 """Beacon queries: a few representatives of all past queries of each query head (BeaconKV, arXiv 2609.04971).
 
 1. Queries enter a bounded pool in the order of their positions, in pre-RoPE space unless told otherwise.
-2. A full pool (``pool_high``) is thinned to ``pool_low`` by farthest-point sampling on cosine distance; what stays keeps its
-   order.
+2. A full pool (``pool_high``) is thinned to ``pool_low`` by farthest-point sampling on cosine distance; what stays
+   keeps its order.
 3. At a compression, and at every thinning after the first compression, K beacons are chosen from the pool by the same
    sampling.
 4. Between two changes of the beacons each query is assigned to the nearest one by cosine.
@@ -102,8 +102,12 @@ class BeaconTracker:
         self._follow = heads.follow
         self._past: _Pool | _Centroids | _Reservoir | None = None
         if settings.count > 0 and settings.selector != "none":
-            kind = {"fps": _Pool, "kmeans": _Centroids, "random": _Reservoir}[settings.selector]
-            self._past = kind(settings, heads)
+            kinds: dict[str, type[_Pool | _Centroids | _Reservoir]] = {
+                "fps": _Pool,
+                "kmeans": _Centroids,
+                "random": _Reservoir,
+            }
+            self._past = kinds[settings.selector](settings, heads)
         self.current: BeaconSet | None = None
         self._members: Tensor | None = None
         self.assignments: list[Assignment] = []
@@ -298,9 +302,8 @@ class _Reservoir:
         drawn = np.stack([stream.random((total, self._group)) for stream in self._streams])  # [H, T, G]
         slot = np.floor(drawn * (seen + 1)[None, :, None]).astype(np.int64)
         slot = np.where(seen[None, :, None] < self._count, seen[None, :, None], slot)
-        newest = np.full(
-            (len(self._streams), self._group, self._count), -1
-        )  # [H, G, K], query that a slot takes, if any
+        # The query that a slot takes, -1 for none.
+        newest = np.full((len(self._streams), self._group, self._count), -1)  # [H, G, K]
         head, token, member = np.nonzero(slot < self._count)
         # In the order of the tokens, so that the last to take a slot has it.
         in_order = np.argsort(token, kind="stable")

@@ -73,7 +73,7 @@ class CompressedCache(TappedCache):
         held = [
             tensor
             for layer in self.layers
-            for tensor in (layer.keys, layer.values, getattr(layer, "positions", None))
+            for tensor in (getattr(layer, name, None) for name in ("keys", "values", "positions"))
             if isinstance(tensor, Tensor)
         ]
         return sum(tensor.numel() * tensor.element_size() for tensor in held)
@@ -138,7 +138,8 @@ class CompressedCache(TappedCache):
         if visible is not None and self._backend == "flash_attention_2":
             if len(layer.lanes) > 1:
                 raise BeaconScopeError(
-                    "flash_attention_2 cannot attend to sequences of different lengths here; load the model with --attn sdpa"
+                    "flash_attention_2 cannot attend to sequences of different lengths here; load the model with "
+                    "--attn sdpa"
                 )
             return None  # causal from the end, which is the same
         return visible
@@ -184,7 +185,7 @@ class CompressedCache(TappedCache):
 
     def _heads(self, layer: int, key: Tensor, device: torch.device) -> HeadInfo:
         info = self._info[layer]
-        stored = self.layers[layer]
+        stored: Any = self.layers[layer]
         return HeadInfo(
             layer=layer,
             kv_heads=tuple(range(info.kv_heads)),
@@ -214,8 +215,8 @@ class CompressedCache(TappedCache):
                 rows.index is not None or seen.shape[0] == rows.size
             ):
                 raise BeaconScopeError(
-                    "only padding on the left, with position_ids that count from each prompt's first token, can be compressed; "
-                    "set tokenizer.padding_side = 'left' (generate makes such position_ids)"
+                    "only padding on the left, with position_ids that count from each prompt's first token, can be "
+                    "compressed; set tokenizer.padding_side = 'left' (generate makes such position_ids)"
                 )
 
     def _check_later(self, mask: Tensor, tokens: int) -> None:
@@ -278,8 +279,8 @@ def _rows_by_length(call: LayerCall, batch: int, tokens: int) -> list[Rows]:
     padding = [tokens - 1 - int(end) for end in ends]
     if min(padding) < 0:
         raise BeaconScopeError(
-            f"position_ids end at {int(max(ends))} in a first pass of {tokens} tokens; they have to count from each prompt's first "
-            "token"
+            f"position_ids end at {int(max(ends))} in a first pass of {tokens} tokens; they have to count from each "
+            "prompt's first token"
         )
     if len(set(padding)) == 1:
         return [Rows(None, batch, padding[0])]

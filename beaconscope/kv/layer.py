@@ -2,8 +2,8 @@
 
 Buffers are allocated once, with B + I slots (a policy that evicts nothing lets them double). Every sequence is stored
 without its padding, from slot 0 on, oldest first; sequences of equal length form a *lane*, which counts, observes and
-compresses by itself, so that a sequence in a batch goes through the same steps as alone. All counting is on the host: a step
-waits for nothing on the device.
+compresses by itself, so that a sequence in a batch goes through the same steps as alone. All counting is on the host: a
+step waits for nothing on the device.
 """
 
 from __future__ import annotations
@@ -95,14 +95,14 @@ class _Incoming:
     """Key, value and positions of stored and new entries where the buffers do not hold both, else None."""
 
 
-class CompressedLayer(CacheLayerMixin):  # type: ignore[misc]
+class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     """Keys and values of one layer that a policy compresses."""
 
     is_compileable = False
     is_sliding = False
 
     def __init__(self, layer: int, policy: Policy, observer: Observer | None) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.layer = layer
         self.policy = policy
         self.observer = observer if observer is not None and observer.wants(layer) else None
@@ -138,7 +138,8 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[misc]
         """Add T new entries and return all that is to be attended: keys [B, H, N, D] and values [B, H, N, Dv]."""
         if self._incoming is not None:
             raise BeaconScopeError(
-                "the model does not tell this cache what it attends to; make the cache for the model that it is used with"
+                "the model does not tell this cache what it attends to; make the cache for the model that it is used "
+                "with"
             )
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -178,7 +179,7 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[misc]
         return wide
 
     def visible(self, tokens: int) -> Tensor | None:
-        """What ``tokens`` new tokens may see of what :meth:`update` returned, bool [B, 1, T, N]; None for everything."""
+        """What ``tokens`` new tokens may see of what :meth:`update` gave, bool [B, 1, T, N]; None for everything."""
         if tokens == 1 and len(self.lanes) == 1:
             return None
         end = self.stored + tokens
@@ -193,7 +194,7 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[misc]
         return mask
 
     def begin(self, rows: list[Rows], info: HeadInfo) -> None:
-        """Start the lanes, before a first pass. ``info`` holds the heads as they are attended, for any number of rows."""
+        """Start the lanes, before a first pass; ``info`` holds the heads as they are attended, of any rows."""
         self.lanes = [Lane(part, self.policy.start(replace(info, rows=part.size))) for part in rows]
 
     def absorb(self, query: Tensor, key: Tensor, value: Tensor, info: HeadInfo, step_options: dict[str, Any]) -> None:
@@ -258,7 +259,7 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[misc]
         return lane.rows.take(held)[:, :, : lane.count + new]
 
     def _store_first(self, lane: Lane, incoming: _Incoming, positions: Tensor) -> None:
-        """Put a first pass into the buffers where they hold it; else a compression follows and puts there what stays."""
+        """Put a first pass into the buffers if it fits; else a compression follows and puts there what stays."""
         assert self.keys is not None and self.values is not None and self.positions is not None
         if lane.count > self.slots:
             return

@@ -4,9 +4,9 @@ Dimension ``i`` of a head turns with dimension ``partner[i]`` by the angle ``pos
 
     out[i] = x[i] * cos + sign[i] * x[partner[i]] * sin
 
-That one formula covers half-split, interleaved, partial and scaled rotary alike. ``beaconscope.models.rotary`` reads its
-parameters off a model's own function and proves them; the live cache and the replay both rotate with it, so that they
-compute the same numbers.
+That one formula covers half-split, interleaved, partial and scaled rotary alike. ``beaconscope.models.rotary`` reads
+its parameters off a model's own function and proves them; the live cache and the replay both rotate with it, so that
+they compute the same numbers.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Rotary:
         )
 
     def _cos_sin(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosine and signed sine for ``positions`` [...], each [..., D] in float32, rounded as the model rounds them."""
+        """Cosine and signed sine for ``positions`` [...], each float32 [..., D], rounded as the model rounds them."""
         angle = positions.to(torch.float32).unsqueeze(-1) * self.inv_freq  # [..., F]
         cos = (angle.cos() * self.scaling).to(self.dtype).to(torch.float32)
         sin = (angle.sin() * self.scaling).to(self.dtype).to(torch.float32)

@@ -62,8 +62,8 @@ def derive_rotary(
         if _spread(candidate.unrotate(queries, positions[:, None])) <= tolerance:
             return candidate
     raise RotaryMismatch(
-        f"the rotary embedding of layer {getattr(module, 'layer_idx', '?')} ({type(module).__name__}) could not be undone, so "
-        "its pre-RoPE queries are not known; give --query-space post-rope"
+        f"the rotary embedding of layer {getattr(module, 'layer_idx', '?')} ({type(module).__name__}) could not be "
+        "undone, so its pre-RoPE queries are not known; give --query-space post-rope"
     )
 
 
@@ -114,7 +114,8 @@ def _structure(apply: Any, size: int, columns: int) -> tuple[Tensor, Tensor, Ten
 
     def turned(cos: Tensor, sin: Tensor) -> Tensor:
         table = (cos.expand(1, size, columns), sin.expand(1, size, columns))
-        return apply(unit, unit, *table)[0][0, 0].T  # column i is the image of unit vector i
+        image: Tensor = apply(unit, unit, *table)[0][0, 0]  # row i is the image of unit vector i
+        return image.T
 
     zero, one = torch.zeros(columns), torch.ones(columns)
     try:

@@ -2,9 +2,9 @@
 
 1. For each attention backend an attention function and its mask are registered with transformers, under the name
    ``beaconscope_`` + backend. The function runs that backend; without a :class:`TappedCache` it does nothing else.
-2. A forward hook before each attention module looks at the cache of the call. Is it a :class:`TappedCache`, the hook hands a
-   :class:`LayerCall` through the module's keyword arguments to the attention function, which tells the cache what was
-   attended. So nothing is stored on the model, and several caches may take turns on one.
+2. A forward hook before each attention module looks at the cache of the call. Is it a :class:`TappedCache`, the hook
+   hands a :class:`LayerCall` through the module's keyword arguments to the attention function, which tells the cache what
+   was attended. So nothing is stored on the model, and several caches may take turns on one.
 3. A probe of four one-token sequences reads the shapes of each layer and its rotary embedding (:mod:`.rotary`).
 """
 
@@ -60,7 +60,7 @@ class TappedModel:
     layers: tuple[LayerInfo, ...]
 
 
-class TappedCache(Cache):  # type: ignore[misc]
+class TappedCache(Cache):
     """A cache that is told what was attended. Its methods are called in this order for each layer of a forward pass."""
 
     def begin(self, call: LayerCall) -> None:
@@ -112,7 +112,8 @@ def tap(model: PreTrainedModel) -> TappedModel:
     backend = current.removeprefix(PREFIX)
     if backend not in BACKENDS:
         raise BeaconScopeError(
-            f"{name} runs the attention backend {backend!r}, which cannot be tapped; load it with --attn sdpa or --attn eager"
+            f"{name} runs the attention backend {backend!r}, which cannot be tapped; load it with --attn sdpa or "
+            "--attn eager"
         )
     modules = attention_modules(model)
     if current == backend:
@@ -141,14 +142,15 @@ def attention_modules(model: PreTrainedModel) -> dict[int, nn.Module]:
         if isinstance(layer, int) and type(module).__name__.endswith("Attention"):
             if layer in found:
                 raise BeaconScopeError(
-                    f"{type(model).__name__} has more than one attention module in layer {layer}, which cannot be recorded"
+                    f"{type(model).__name__} has more than one attention module in layer {layer}, which cannot be "
+                    "recorded"
                 )
             found[layer] = module
     missing = [layer for layer in range(config.num_hidden_layers) if layer not in found]
     if missing:
         raise BeaconScopeError(
-            f"{type(model).__name__} has no softmax attention in layer {missing[0]} (a linear or recurrent layer?), which "
-            "cannot be recorded"
+            f"{type(model).__name__} has no softmax attention in layer {missing[0]} (a linear or recurrent layer?), "
+            "which cannot be recorded"
         )
     return dict(sorted(found.items()))
 
@@ -260,7 +262,8 @@ def _probe(model: PreTrainedModel, modules: Mapping[int, nn.Module]) -> tuple[La
     unseen = [layer for layer in modules if layer not in cache.seen]
     if unseen:
         raise BeaconScopeError(
-            f"{type(model).__name__} does not hand its cache to the attention of layer {unseen[0]}, which cannot be recorded"
+            f"{type(model).__name__} does not hand its cache to the attention of layer {unseen[0]}, which cannot be "
+            "recorded"
         )
     return tuple(_read(model, *cache.seen[layer]) for layer in modules)
 
@@ -282,8 +285,8 @@ def _read(model: PreTrainedModel, call: LayerCall, attention: AttentionInputs) -
             problem = str(mismatch)
     else:
         problem = (
-            f"layer {call.layer} of {type(model).__name__} is not handed the cosine and sine of its rotary embedding, so its "
-            "pre-RoPE queries are not known; give --query-space post-rope"
+            f"layer {call.layer} of {type(model).__name__} is not handed the cosine and sine of its rotary embedding, "
+            "so its pre-RoPE queries are not known; give --query-space post-rope"
         )
     sink = attention.sink_logit
     return LayerInfo(

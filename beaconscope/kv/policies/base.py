@@ -1,4 +1,4 @@
-"""What an eviction policy is: settings that start a state for each layer, driven alike by the live cache and by replay."""
+"""What an eviction policy is: settings that start a state for each layer, which live cache and replay drive alike."""
 
 from __future__ import annotations
 
@@ -44,17 +44,17 @@ class CacheView:
 class PolicyState(ABC):
     """What a policy remembers of one layer, for R sequences of equal length."""
 
-    def observe(self, block: QueryBlock) -> None:
+    def observe(self, block: QueryBlock) -> None:  # noqa: B027
         """See the queries of a block. Every query comes once, in order; where blocks are cut makes no difference."""
 
-    def attend(self, step: AttentionStep) -> None:
+    def attend(self, step: AttentionStep) -> None:  # noqa: B027
         """See a whole step, attention included; called only for a policy that ``needs_attention``."""
 
     @abstractmethod
     def keep(self, view: CacheView) -> Tensor:
         """Decide a compression: bool [R, H, N], True for the entries to keep."""
 
-    def evicted(self, index: Tensor) -> None:
+    def evicted(self, index: Tensor) -> None:  # noqa: B027
         """Follow a compression: slot ``j`` now holds what slot ``index[..., j]`` held, int64 [R, H, K]."""
 
     def select_rows(self, rows: Tensor) -> None:
@@ -86,8 +86,8 @@ class Policy(ABC):
             raise UsageError(f"interval is {self.interval}; give at least 1")
         if self.budget < self.protected + 1:
             raise UsageError(
-                f"a budget of {self.budget} does not hold the {self.protected} protected entries of {self.name} and one "
-                f"more; give a budget of at least {self.protected + 1}"
+                f"a budget of {self.budget} does not hold the {self.protected} protected entries of {self.name} and "
+                f"one more; give a budget of at least {self.protected + 1}"
             )
 
     @property

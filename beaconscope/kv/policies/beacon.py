@@ -2,8 +2,8 @@
 
 At a compression, for each KV head:
 
-1. The observation set is the R most recent queries and K beacons of each of the G query heads; beacons are rotated to the
-   current position, as if the revisit happened now.
+1. The observation set is the R most recent queries and K beacons of each of the G query heads; beacons are rotated to
+   the current position, as if the revisit happened now.
 2. Every observation query gives a softmax over all cached entries.
 3. The score of an entry is the largest weight that any observation query of any query head of the group gives it.
 4. The last R entries stay, then the highest scores, up to B.

@@ -73,7 +73,7 @@ def _convert(what: str, text: str, hint: object) -> object:
             return text
         if option in (int, float):
             try:
-                return option(text)  # type: ignore[operator]
+                return option(text)
             except ValueError:
                 continue
     raise UsageError(f"{what}={text} does not fit; give {_describe(options)}")
