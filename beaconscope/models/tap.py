@@ -3,8 +3,8 @@
 1. For each attention backend an attention function and its mask are registered with transformers, under the name
    ``beaconscope_`` + backend. The function runs that backend; without a :class:`TappedCache` it does nothing else.
 2. A forward hook before each attention module looks at the cache of the call. Is it a :class:`TappedCache`, the hook
-   hands a :class:`LayerCall` through the module's keyword arguments to the attention function, which tells the cache what
-   was attended. So nothing is stored on the model, and several caches may take turns on one.
+   hands a :class:`LayerCall` through the module's keyword arguments to the attention function, which tells the cache
+   what was attended. So nothing is stored on the model, and several caches may take turns on one.
 3. A probe of four one-token sequences reads the shapes of each layer and its rotary embedding (:mod:`.rotary`).
 """
 

@@ -44,17 +44,17 @@ class CacheView:
 class PolicyState(ABC):
     """What a policy remembers of one layer, for R sequences of equal length."""
 
-    def observe(self, block: QueryBlock) -> None:  # noqa: B027
+    def observe(self, block: QueryBlock) -> None:
         """See the queries of a block. Every query comes once, in order; where blocks are cut makes no difference."""
 
-    def attend(self, step: AttentionStep) -> None:  # noqa: B027
+    def attend(self, step: AttentionStep) -> None:
         """See a whole step, attention included; called only for a policy that ``needs_attention``."""
 
     @abstractmethod
     def keep(self, view: CacheView) -> Tensor:
         """Decide a compression: bool [R, H, N], True for the entries to keep."""
 
-    def evicted(self, index: Tensor) -> None:  # noqa: B027
+    def evicted(self, index: Tensor) -> None:
         """Follow a compression: slot ``j`` now holds what slot ``index[..., j]`` held, int64 [R, H, K]."""
 
     def select_rows(self, rows: Tensor) -> None:
