@@ -1,0 +1,112 @@
+"""What the footer of a trace's file claims, held against itself before anything else is read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from beaconscope.errors import BeaconScopeError
+from beaconscope.trace.folder import SUFFIX, journal_path, os_reason
+from beaconscope.trace.schema import LayerLayout, TraceLayout
+
+_MAGIC = b"PAR1"
+MOST_POSITIONS = int(np.iinfo(np.int32).max)
+
+
+def check_file(path: Path) -> None:
+    """Say in plain words why a path cannot be a whole Parquet file."""
+    journal = journal_path(path)
+    rescue = f"run `beaconscope recover {path}`" if journal.is_dir() else None
+    try:
+        if path.is_dir():
+            if path.name.endswith(SUFFIX):
+                raise BeaconScopeError(f"{path} is the journal of a recording; run `beaconscope recover {path}`")
+            raise BeaconScopeError(f"{path} is a folder; give the trace in it")
+        with path.open("rb") as file:
+            head = file.read(4)
+            size = file.seek(0, 2)
+            file.seek(max(0, size - 4))
+            tail = file.read(4)
+    except FileNotFoundError as error:
+        what = f"{path} is not finished" if rescue else f"{path} does not exist"
+        raise BeaconScopeError(f"{what}; {rescue or 'give the path of a trace'}") from error
+    except OSError as error:
+        raise BeaconScopeError(f"cannot read {path}: {os_reason(error)}") from error
+    if head != _MAGIC:
+        raise BeaconScopeError(f"{path} is no trace (no Parquet file); give a file that `record` wrote")
+    if tail != _MAGIC or size < 12:
+        raise BeaconScopeError(f"{path} is cut short; {rescue or 'copy it again from where it came, or record again'}")
+
+
+def row_groups_by_head(path: Path, footer: pq.FileMetaData) -> dict[tuple[int, int], list[int]]:
+    """Find the row groups of each head by their statistics, in order."""
+    names = [footer.schema.column(i).path for i in range(footer.num_columns)]
+    try:
+        layer_column, head_column = names.index("layer"), names.index("kv_head")
+    except ValueError as error:
+        raise damaged(path, "columns layer and kv_head are missing") from error
+    groups: dict[tuple[int, int], list[int]] = {}
+    for number in range(footer.num_row_groups):
+        group = footer.row_group(number)
+        place = []
+        for column in (layer_column, head_column):
+            statistics = group.column(column).statistics
+            if statistics is None or not statistics.has_min_max or statistics.min != statistics.max:
+                raise damaged(path, f"row group {number} does not say which one head it holds")
+            place.append(int(statistics.min))
+        groups.setdefault((place[0], place[1]), []).append(number)
+    return groups
+
+
+def check_rows(
+    path: Path, footer: pq.FileMetaData, layout: TraceLayout, groups: dict[tuple[int, int], list[int]]
+) -> int:
+    """Hold the sizes that the footer claims against the layout, before anything is read; the positions per head."""
+    heads = [(layer, head) for layer in layout.layers for head in layer.kv_heads]
+    if set(groups) != {(layer.layer, head) for layer, head in heads}:
+        raise damaged(path, "its heads are not those that its metadata name")
+    lengths = {sum(footer.row_group(number).num_rows for number in numbers) for numbers in groups.values()}
+    length: int = lengths.pop()
+    if lengths or not 0 < length <= MOST_POSITIONS:
+        raise damaged(path, "its heads have different numbers of positions")
+    columns = {footer.schema.column(i).path: i for i in range(footer.num_columns)}
+    for layer, head in heads:
+        for number in groups[layer.layer, head]:
+            group = footer.row_group(number)
+            for name, size in _list_sizes(layer).items():
+                column = columns.get(f"{name}.list.element")
+                if column is None or group.column(column).num_values != group.num_rows * size:
+                    raise damaged(path, f"{name} in row group {number} is not of the size that its metadata name")
+    return length
+
+
+def _list_sizes(layer: LayerLayout) -> dict[str, int]:
+    """Lengths of the lists that a reader gives memory for by the layout."""
+    return {"query": layer.group_size * layer.key_size, "key": layer.key_size, "beacon": layer.group_size}
+
+
+def same_kind(found: pa.DataType, expected: pa.DataType) -> bool:
+    """Tell whether a column can be read as expected: lists of any kind by their items, dictionaries by their values."""
+    if pa.types.is_dictionary(expected):
+        expected = expected.value_type
+        found = found.value_type if pa.types.is_dictionary(found) else found
+    if _is_list(expected) and _is_list(found):
+        return same_kind(found.value_type, expected.value_type)
+    if pa.types.is_struct(expected) and pa.types.is_struct(found):
+        return all(
+            found.get_field_index(field.name) >= 0 and same_kind(found.field(field.name).type, field.type)
+            for field in expected
+        )
+    return bool(found == expected)
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_list(kind) or pa.types.is_fixed_size_list(kind) or pa.types.is_large_list(kind))
+
+
+def damaged(path: Path, what: str) -> BeaconScopeError:
+    """Make the error for a trace that contradicts itself."""
+    return BeaconScopeError(f"{path} is damaged: {what}; copy it again from where it came, or record again")
