@@ -1,0 +1,422 @@
+"""Train the bundled reasoner from scratch: ``python -m beaconscope.reasoner.train --out DIR``.
+
+1. Problems are drawn afresh for every step, all of one size in a batch, so that its rows have equal length.
+2. The loss is the cross entropy of the chain of thought; tokens that need a recall weigh more, as there are few.
+3. Two linear probes, thrown away afterwards, help retrieval to start: after the first layer each digit and plan entry
+   should tell the name it stands under, and after the second the place that needs a letter's digit should tell it.
+   In the first stages the second layer is also told where to look (one of its heads, whichever looks there most);
+   the last and longest stage does without.
+4. Sizes grow in stages, each left when its recalled tokens are nearly all right; a fifth of the batches repeats an
+   earlier stage.
+5. In half of the batches a random gap of positions lies between the prompt and the chain, so that
+   distance does not matter.
+6. AdamW, a short warm-up, a constant rate, then a cosine to zero over the last part.
+
+A run is a function of its seed and options up to the order of floating-point sums, and resumes from its checkpoint.
+At its end the model is written to ``DIR/model`` as the package holds it, and measured (``evaluate``). ``--quick`` runs
+50 small steps, and fails unless the loss fell.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import math
+import os
+import platform
+import random
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import __version__ as transformers_version
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from beaconscope.reasoner.evaluate import evaluate
+from beaconscope.reasoner.task import SIZES, Problem, Size, Solution, make_problem, solve
+from beaconscope.reasoner.tokenizer import make_tokenizer
+from beaconscope.reasoner.vocabulary import DIGITS, EOS, PAD, WORDS, encode
+
+IGNORE = -100
+_FIRST_DIGIT = encode(DIGITS[:1])[0]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The sizes of a part of the training; both ends of a range count."""
+
+    letters: tuple[int, int]
+    steps: tuple[int, int]
+    tokens: int
+    """Tokens of a batch."""
+    guided: bool = False
+    """Whether the loss tells the second layer where to look."""
+    largest: float = 0.0
+    """Share of batches that have the most steps."""
+
+    def draw(self, rng: random.Random) -> Size:
+        """Draw a size; about a fifth of the steps keep their total."""
+        steps = self.steps[1] if rng.random() < self.largest else rng.randint(*self.steps)
+        kept = max(0, min(8, round(steps * rng.uniform(0.1, 0.3))))
+        return Size(rng.randint(*self.letters), steps, min(kept, steps - 1))
+
+
+STAGES = (
+    Stage(letters=(3, 4), steps=(3, 4), tokens=2048, guided=True),
+    Stage(letters=(3, 8), steps=(3, 8), tokens=2048, guided=True),
+    Stage(letters=(6, 10), steps=(6, 21), tokens=4096, guided=True),
+    Stage(letters=(6, 10), steps=(10, 43), tokens=4096, largest=0.3),
+)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The settings of a training run."""
+
+    steps: int = 6000
+    seed: int = 0
+    learning_rate: float = 2e-3
+    warmup: int = 100
+    decay: float = 0.35
+    """Share of the steps over which the rate falls to zero."""
+    weight_decay: float = 0.05
+    recall_weight: float = 1.0
+    """Weight of the mean loss of recalled tokens, beside the mean of all."""
+    probe_weight: float = 0.3
+    aim_weight: float = 0.3
+    advance_at: float = 0.985
+    """Running share of recalled tokens that have to be right before a stage is left."""
+    largest_gap: int = 1500
+
+    def rate(self, step: int) -> float:
+        """Learning rate of a step."""
+        warm = min(1.0, (step + 1) / self.warmup)
+        begin = self.steps * (1 - self.decay)
+        fall = 1.0 if step < begin else 0.5 * (1 + math.cos(math.pi * (step - begin) / (self.steps - begin)))
+        return self.learning_rate * warm * fall
+
+
+def make_model(seed: int) -> LlamaForCausalLM:
+    """Make the untrained model, with weights from ``seed``."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=len(WORDS),
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=4096,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=EOS,
+        pad_token_id=PAD,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    )
+    return LlamaForCausalLM(config)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Problems of one size with their solutions. B rows of L tokens."""
+
+    tokens: Tensor  # [B, L]
+    targets: Tensor  # [B, L], the next token, IGNORE in the prompt
+    recalls: Tensor  # [B, L], bool, where the next token is a recall
+    names: Tensor  # [B, L], the name that a digit or plan entry stands under, or IGNORE
+    values: Tensor  # [B, L], the recalled digit where it is needed, or IGNORE
+    rows: Tensor  # [B, R], positions whose next token is a recall
+    aims: Tensor  # [B, R], the position of what each of them recalls
+
+
+def make_batch(examples: list[tuple[Problem, Solution]]) -> Batch:
+    """Put problems of one size into tensors."""
+    rows = [[*problem.prompt_ids, *solution.token_ids] for problem, solution in examples]
+    tokens = torch.tensor(rows)  # [B, L]
+    targets = torch.full_like(tokens, IGNORE)
+    recalls = torch.zeros_like(tokens, dtype=torch.bool)
+    names = torch.full_like(tokens, IGNORE)
+    values = torch.full_like(tokens, IGNORE)
+    rows_at = torch.zeros(len(rows), len(examples[0][1].recalls), dtype=torch.long)
+    aims = torch.zeros_like(rows_at)
+    prompt_length = len(examples[0][0].prompt_ids)
+    targets[:, prompt_length - 1 : -1] = tokens[:, prompt_length:]
+    for index, (_, solution) in enumerate(examples):
+        row = rows[index]
+        for number, recall in enumerate(solution.recalls):
+            at = recall.position - 1
+            begin, _ = recall.sources[0]
+            # A definition reads "letter = digit ,", an entry of the plan "label operation letter ;".
+            aim = begin + (1 if recall.kind == "operation" else 2)
+            recalls[index, at] = True
+            names[index, at] = names[index, aim] = row[begin]
+            rows_at[index, number], aims[index, number] = at, aim
+            if recall.kind == "value":
+                values[index, at] = row[aim] - _FIRST_DIGIT
+    return Batch(tokens, targets, recalls, names, values, rows_at, aims)
+
+
+class Probed(nn.Module):
+    """The model with its two training probes."""
+
+    def __init__(self, model: LlamaForCausalLM) -> None:
+        super().__init__()
+        self.model = model
+        hidden = model.config.hidden_size
+        self.name_probe = nn.Linear(hidden, len(WORDS))
+        self.value_probe = nn.Linear(hidden, 10)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        targets: Tensor,
+        recalls: Tensor,
+        names: Tensor,
+        values: Tensor,
+        rows: Tensor,
+        aims: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Losses of all chain tokens, recalled tokens, probes and aim, and the share of recalls right.
+
+        The layers are called one by one, because the library takes positions with a gap for packed sequences.
+        """
+        inner = self.model.model
+        hidden = inner.embed_tokens(tokens)  # [B, L, d]
+        rotary = inner.rotary_emb(hidden, positions)
+        probes: list[Tensor] = []
+        aim = hidden.new_zeros(())
+        for depth, layer in enumerate(inner.layers):
+            if depth == 1:
+                aim = _aim_loss(layer, hidden, rotary, rows, aims)
+            hidden = layer(hidden, attention_mask=None, position_embeddings=rotary)
+            if depth == 0:
+                probes.append(_loss(self.name_probe(hidden), names))
+            if depth == 1:
+                probes.append(_loss(self.value_probe(hidden), values))
+        logits = self.model.lm_head(inner.norm(hidden))  # [B, L, V]
+        losses = nn.functional.cross_entropy(
+            logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE, reduction="none"
+        ).view_as(targets)
+        every = losses.sum() / (targets != IGNORE).sum()
+        recalled = (losses * recalls).sum() / recalls.sum()
+        right = ((logits.argmax(-1) == targets) & recalls).sum() / recalls.sum()
+        return every, recalled, probes[0] + probes[1], aim, right
+
+
+def _loss(logits: Tensor, targets: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE)
+
+
+def _aim_loss(layer: Any, hidden: Tensor, rotary: tuple[Tensor, Tensor], rows: Tensor, aims: Tensor) -> Tensor:
+    """Mean of -log attention on what a row has to recall, in the head of a layer that puts most there.
+
+    ``hidden`` is what enters the layer, [B, L, d]; ``rows`` and ``aims`` are [B, R].
+    """
+    attention = layer.self_attn
+    size = attention.head_dim
+    normed = layer.input_layernorm(hidden)
+    batch, length, _ = hidden.shape
+    query = attention.q_proj(normed).view(batch, length, -1, size).transpose(1, 2)  # [B, H, L, D]
+    key = attention.k_proj(normed).view(batch, length, -1, size).transpose(1, 2)  # [B, H / G, L, D]
+    query, key = apply_rotary_pos_emb(query, key, *rotary)
+    heads, count = query.shape[1], rows.shape[1]
+    query = query.gather(2, rows[:, None, :, None].expand(batch, heads, count, size))  # [B, H, R, D]
+    key = key.repeat_interleave(heads // key.shape[1], dim=1)
+    scores = query @ key.transpose(2, 3) * size**-0.5  # [B, H, R, L]
+    unseen = torch.arange(length)[None, None] > rows[:, :, None]  # [B, R, L]
+    logs = scores.masked_fill(unseen[:, None], -torch.inf).log_softmax(-1)
+    on = logs.gather(3, aims[:, None, :, None].expand(batch, heads, count, 1))[..., 0]  # [B, H, R]
+    loss: Tensor = -on.amax(1).mean()
+    return loss
+
+
+def _positions(prompt_length: int, length: int, gap: int) -> Tensor:
+    positions = torch.arange(length)
+    positions[prompt_length:] += gap
+    return positions[None]  # [1, L]
+
+
+def _draw_size(stage: int, rng: random.Random) -> Size:
+    earlier = stage > 0 and rng.random() < 0.2
+    return STAGES[rng.randrange(stage) if earlier else stage].draw(rng)
+
+
+def train(recipe: Recipe, out: Path, *, resume: bool = False, compiled: bool = True, seconds: float = 120) -> Path:
+    """Train and write ``model.pt`` (a checkpoint, every ``seconds``) and ``curve.jsonl`` into ``out``.
+
+    Returns
+    -------
+    Path
+        The checkpoint.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    checkpoint = out / "model.pt"
+    probed = Probed(make_model(recipe.seed))
+    decayed = [p for p in probed.parameters() if p.ndim > 1]
+    rest = [p for p in probed.parameters() if p.ndim <= 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": recipe.weight_decay}, {"params": rest, "weight_decay": 0.0}],
+        lr=recipe.learning_rate,
+        betas=(0.9, 0.98),
+    )
+    rng = random.Random(recipe.seed)
+    state: dict[str, Any] = {"step": 0, "stage": 0, "running": 0.0, "tokens": 0, "seconds": 0.0}
+    if resume:
+        saved = torch.load(checkpoint, weights_only=False)
+        probed.load_state_dict(saved["probed"])
+        optimizer.load_state_dict(saved["optimizer"])
+        rng.setstate(saved["rng"])
+        state = saved["state"]
+    forward = torch.compile(probed, dynamic=True) if compiled else probed
+
+    def save() -> None:
+        part = checkpoint.with_suffix(".part")
+        kept = {"probed": probed.state_dict(), "optimizer": optimizer.state_dict(), "rng": rng.getstate()}
+        torch.save({**kept, "state": state}, part)
+        os.replace(part, checkpoint)
+
+    begin = saved_at = time.monotonic()
+    before = state["seconds"]
+    with (out / "curve.jsonl").open("a" if resume else "w") as curve:
+        while state["step"] < recipe.steps:
+            size = _draw_size(state["stage"], rng)
+            length = size.prompt_length + size.trace_length
+            rows = max(2, round(STAGES[state["stage"]].tokens / length))
+            problems = [make_problem(size, rng) for _ in range(rows)]
+            batch = make_batch([(problem, solve(problem)) for problem in problems])
+            gap = rng.randrange(recipe.largest_gap) if rng.random() < 0.5 else 0
+            rate = recipe.rate(state["step"])
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            positions = _positions(size.prompt_length, length, gap)
+            every, recalled, probe, aim, right = forward(
+                batch.tokens,
+                positions,
+                batch.targets,
+                batch.recalls,
+                batch.names,
+                batch.values,
+                batch.rows,
+                batch.aims,
+            )
+            loss = every + recipe.recall_weight * recalled + recipe.probe_weight * probe
+            if STAGES[state["stage"]].guided:
+                loss = loss + recipe.aim_weight * aim
+            optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(probed.parameters(), 1.0)
+            optimizer.step()
+
+            state["running"] = 0.97 * state["running"] + 0.03 * float(right)
+            state["tokens"] += rows * length
+            state["seconds"] = before + time.monotonic() - begin
+            if state["step"] % 20 == 0 or state["step"] == recipe.steps - 1:
+                line = {
+                    "step": state["step"],
+                    "stage": state["stage"],
+                    "steps_of_plan": size.steps,
+                    "loss": round(float(every.detach()), 5),
+                    "recall_loss": round(float(recalled.detach()), 5),
+                    "probe_loss": round(float(probe.detach()), 5),
+                    "aim_loss": round(float(aim.detach()), 5),
+                    "recall_accuracy": round(state["running"], 5),
+                    "rate": round(rate, 7),
+                    "tokens": state["tokens"],
+                    "seconds": round(state["seconds"], 1),
+                }
+                curve.write(json.dumps(line) + "\n")
+                curve.flush()
+            if state["running"] >= recipe.advance_at and state["stage"] < len(STAGES) - 1:
+                state["stage"] += 1
+                state["running"] = 0.0
+            state["step"] += 1
+            if time.monotonic() - saved_at > seconds:
+                save()
+                saved_at = time.monotonic()
+    save()
+    return checkpoint
+
+
+def export(checkpoint: Path, recipe: Recipe, folder: Path) -> None:
+    """Write a trained model as a folder that transformers loads, with how it came about.
+
+    ``training.json`` has the recipe, the versions, the checksum of the weights and the last line of the curve;
+    ``curve.jsonl`` every tenth line of it.
+    """
+    saved = torch.load(checkpoint, weights_only=False)
+    probed = Probed(make_model(recipe.seed))
+    probed.load_state_dict(saved["probed"])
+    generation: Any = probed.model.generation_config
+    generation.update(do_sample=False, max_length=2048)
+    probed.model.save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    curve = (checkpoint.parent / "curve.jsonl").read_text().splitlines()
+    thinned = [line for index, line in enumerate(curve) if index % 10 == 0 or index == len(curve) - 1]
+    (folder / "curve.jsonl").write_text("\n".join(thinned) + "\n")
+    record = {
+        "licence": "Apache-2.0",
+        "recipe": asdict(recipe),
+        "stages": [asdict(stage) for stage in STAGES],
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers_version,
+        },
+        "parameters": sum(weight.numel() for weight in probed.model.parameters()),
+        "sha256": {"model.safetensors": hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()},
+        "last": json.loads(curve[-1]),
+    }
+    (folder / "training.json").write_text(json.dumps(record, indent=2) + "\n")
+
+
+def quick(out: Path, seed: int) -> tuple[float, float]:
+    """Run 50 small steps.
+
+    Returns
+    -------
+    tuple of float
+        The loss of the first and of the last logged step.
+    """
+    train(Recipe(steps=50, seed=seed, warmup=10), out, compiled=False)
+    curve = [json.loads(line) for line in (out / "curve.jsonl").read_text().splitlines()]
+    return curve[0]["loss"], curve[-1]["loss"]
+
+
+def main() -> None:
+    """Read the options, train, write the model, measure it."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--steps", type=int, default=Recipe.steps)
+    parser.add_argument("--rate", type=float, default=Recipe.learning_rate)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in the folder")
+    parser.add_argument("--eager", action="store_true", help="do without torch.compile; slower, no compiler needed")
+    parser.add_argument("--quick", action="store_true", help="50 small steps that must lower the loss")
+    parser.add_argument("--threads", type=int, default=2)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    if options.quick:
+        first, last = quick(options.out, options.seed)
+        print(f"loss {first:.3f} -> {last:.3f}")
+        if last >= first:
+            raise SystemExit("the loss did not fall in 50 steps")
+        return
+    recipe = Recipe(steps=options.steps, seed=options.seed, learning_rate=options.rate)
+    checkpoint = train(recipe, options.out, resume=options.resume, compiled=not options.eager)
+    folder = options.out / "model"
+    export(checkpoint, recipe, folder)
+    result = evaluate(folder, list(SIZES), count=500, control=200, traces=20, seed=1_000_000)
+    (folder / "evaluation.json").write_text(json.dumps(result, indent=2) + "\n")
+    print(f"Wrote {folder}")
+
+
+if __name__ == "__main__":
+    main()
