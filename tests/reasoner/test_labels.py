@@ -17,7 +17,6 @@ from beaconscope.reasoner.vocabulary import encode
 
 PROBLEM = "given f = 7 , c = 2 . plan 02 subtract d ; 01 add f ; 03 stop ; start at 01 with 5 ."
 PROMPT = ["<user>", *PROBLEM.split(), "<assistant>"]
-)
 
 
 @dataclass(frozen=True)
