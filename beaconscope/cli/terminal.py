@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Protocol
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.table import Table
 from rich.text import Text
 
 
@@ -49,6 +50,23 @@ class Terminal:
         if next_command:
             typer.echo(f"Next: {shlex.join(next_command)}")
 
+    def table(self, rows: Iterable[tuple[str, str]]) -> None:
+        """Show names and values on stdout, one pair a line; on a terminal long values are wrapped beside their name."""
+        if self.quiet:
+            return
+        console = Console()
+        if not console.is_terminal:
+            for name, value in rows:
+                typer.echo(f"{name:<14}{value}".rstrip())
+            return
+        grid = Table.grid(padding=(0, 2))
+        grid.add_column(no_wrap=True, style="bold")
+        # A long word such as a path is folded, not cut.
+        grid.add_column(overflow="fold")
+        for name, value in rows:
+            grid.add_row(Text(name), Text(value))
+        console.print(grid)
+
     @contextmanager
     def progress(self, what: str, unit: str) -> Iterator[Report]:
         """Show a bar with rate and time left on stderr while the block runs; nothing where stderr is no terminal."""
@@ -69,6 +87,20 @@ class Terminal:
                 progress.update(task, completed=done, total=total)
 
             yield report
+
+
+def in_bytes(count: float) -> str:
+    """Say a number of bytes in decimal units, with three digits."""
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"
+
+
+def printable(text: str) -> str:
+    """Put text on one line and leave out what would steer the terminal."""
+    return " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
 
 
 def quieten_libraries(terminal: Terminal) -> None:

@@ -1,0 +1,33 @@
+"""The command line: one module per command, options in, one call, words out."""
+
+from __future__ import annotations
+
+import typer
+
+from beaconscope.cli.errors import Command
+from beaconscope.cli.info import info
+from beaconscope.cli.options import Version
+from beaconscope.cli.record import record
+from beaconscope.cli.recover import recover
+
+app = typer.Typer(
+    name="beaconscope",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@app.callback()
+def _top(version: Version = False) -> None:
+    """Show where a chain of thought goes back to, and what a KV cache must keep for it."""
+
+
+for _command in (record, info, recover):
+    app.command(cls=Command)(_command)
+
+
+def main() -> None:
+    """Run the command line."""
+    app()

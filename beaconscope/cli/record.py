@@ -1,0 +1,345 @@
+"""``beaconscope record``: run a model on a prompt and write what its attention did."""
+
+from __future__ import annotations
+
+import dataclasses
+from json import dumps
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from beaconscope.cli import output as out
+from beaconscope.cli.options import Force, Json, Output, Quiet, Verbose, Version
+from beaconscope.cli.terminal import Terminal, quieten_libraries
+from beaconscope.errors import UsageError
+
+if TYPE_CHECKING:
+    from beaconscope.kv.policies import BeaconKV, Policy
+
+MODEL = "Model"
+PROMPT = "Prompt"
+GENERATION = "Generation"
+CACHE = "KV cache"
+TRACE = "Trace"
+
+INTERRUPTED = 130
+
+# Options of a policy default to None, which leaves the default to the policy; help shows that of BeaconKV.
+
+
+def record(
+    model: Annotated[
+        str,
+        typer.Option(metavar="MODEL", help="Hub id, local folder or .gguf file.", rich_help_panel=MODEL),
+    ],
+    revision: Annotated[
+        str | None, typer.Option(metavar="REV", help="Branch, tag or commit on the hub.", rich_help_panel=MODEL)
+    ] = None,
+    dtype: Annotated[
+        Literal["auto", "float32", "float16", "bfloat16"],
+        typer.Option(help="Type to load the weights in; auto is that of the checkpoint.", rich_help_panel=MODEL),
+    ] = "auto",
+    device: Annotated[
+        str, typer.Option(help="auto, cpu, cuda, cuda:1, mps.", metavar="DEVICE", rich_help_panel=MODEL)
+    ] = "auto",
+    device_map: Annotated[
+        str | None,
+        typer.Option(metavar="MAP", help="Spread the model over devices, for instance auto.", rich_help_panel=MODEL),
+    ] = None,
+    attn: Annotated[
+        Literal["auto", "sdpa", "eager", "flash_attention_2"],
+        typer.Option(help="Attention backend; auto is sdpa where the model has it.", rich_help_panel=MODEL),
+    ] = "auto",
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run code that the model brings.", rich_help_panel=MODEL)
+    ] = False,
+    prompt: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Text file with the prompt; - is stdin.", rich_help_panel=PROMPT),
+    ] = None,
+    prompts: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE.jsonl",
+            help='Many prompts, an object with "id" and "prompt" on each line; one trace each, in a folder. '
+            "What is finished is skipped.",
+            rich_help_panel=PROMPT,
+        ),
+    ] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Prompts that are run together.", rich_help_panel=PROMPT)] = 1,
+    system: Annotated[str | None, typer.Option(metavar="TEXT", help="System message.", rich_help_panel=PROMPT)] = None,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Feed the prompt without the chat template.", rich_help_panel=PROMPT)
+    ] = False,
+    completion: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE", help="Teacher-force this chain of thought instead of generating.", rich_help_panel=PROMPT
+        ),
+    ] = None,
+    think_open: Annotated[
+        str, typer.Option(metavar="TEXT", help="Where thinking starts.", rich_help_panel=PROMPT)
+    ] = "<think>",
+    think_close: Annotated[
+        str, typer.Option(metavar="TEXT", help="Where thinking ends.", rich_help_panel=PROMPT)
+    ] = "</think>",
+    max_new_tokens: Annotated[
+        int, typer.Option("--max-new-tokens", "-n", help="Stop after this many.", rich_help_panel=GENERATION)
+    ] = 1024,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.", rich_help_panel=GENERATION)] = 0.0,
+    top_k: Annotated[int, typer.Option(help="0 is off.", rich_help_panel=GENERATION)] = 0,
+    top_p: Annotated[float, typer.Option(help="1 is off.", rich_help_panel=GENERATION)] = 1.0,
+    min_p: Annotated[float, typer.Option(help="0 is off.", rich_help_panel=GENERATION)] = 0.0,
+    repetition_penalty: Annotated[float, typer.Option(help="1 is off.", rich_help_panel=GENERATION)] = 1.0,
+    seed: Annotated[int, typer.Option(help="Of sampling, and of a policy that draws.", rich_help_panel=GENERATION)] = 0,
+    prefill_chunk: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Feed the prompt N tokens at a time and compress in between, which bounds memory.",
+            rich_help_panel=GENERATION,
+        ),
+    ] = None,
+    cache: Annotated[
+        str,
+        typer.Option(
+            metavar="POLICY",
+            help="beacon, full, streaming-llm or random, or NAME:param=value,... With full nothing is evicted and the "
+            "beacons run as a shadow.",
+            rich_help_panel=CACHE,
+        ),
+    ] = "beacon",
+    budget: Annotated[
+        int | None,
+        typer.Option(help="B, entries kept per KV head.", show_default="1024", rich_help_panel=CACHE),
+    ] = None,
+    interval: Annotated[
+        int | None,
+        typer.Option(
+            help="I, new entries before the next compression.",
+            show_default="128, streaming-llm 1",
+            rich_help_panel=CACHE,
+        ),
+    ] = None,
+    beacons: Annotated[
+        int | None,
+        typer.Option(help="K, beacons per query head, 0 to 256.", show_default="16", rich_help_panel=CACHE),
+    ] = None,
+    recent: Annotated[
+        int | None,
+        typer.Option(
+            help="R, newest queries that observe and newest entries that stay.",
+            show_default="16",
+            rich_help_panel=CACHE,
+        ),
+    ] = None,
+    sinks: Annotated[
+        int | None,
+        typer.Option(
+            help="First positions that always stay.", show_default="0, streaming-llm 4", rich_help_panel=CACHE
+        ),
+    ] = None,
+    selector: Annotated[
+        Literal["fps", "kmeans", "random", "none"] | None,
+        typer.Option(help="How beacons are chosen from past queries.", show_default="fps", rich_help_panel=CACHE),
+    ] = None,
+    query_space: Annotated[
+        Literal["pre-rope", "post-rope"] | None,
+        typer.Option(help="Where queries are compared.", show_default="pre-rope", rich_help_panel=CACHE),
+    ] = None,
+    beacon_rotation: Annotated[
+        Literal["current", "own"] | None,
+        typer.Option(help="Position that beacons are rotated to.", show_default="current", rich_help_panel=CACHE),
+    ] = None,
+    query_pooling: Annotated[
+        Literal["max", "mean"] | None,
+        typer.Option(help="Pooling over observation queries.", show_default="max", rich_help_panel=CACHE),
+    ] = None,
+    group_pooling: Annotated[
+        Literal["max", "mean"] | None,
+        typer.Option(help="Pooling over the query heads of a KV head.", show_default="max", rich_help_panel=CACHE),
+    ] = None,
+    pool_low: Annotated[
+        int | None,
+        typer.Option(help="Queries left when the pool is thinned.", show_default="max(K, 32)", rich_help_panel=CACHE),
+    ] = None,
+    pool_high: Annotated[
+        int | None,
+        typer.Option(
+            help="Queries at which the pool is thinned.", show_default="pool-low + 128", rich_help_panel=CACHE
+        ),
+    ] = None,
+    layers: Annotated[
+        str,
+        typer.Option(
+            metavar="LIST",
+            help="Layers to record: auto (up to six, spread over the depth), all, 0,8,16 or 0-8:2.",
+            rich_help_panel=TRACE,
+        ),
+    ] = "auto",
+    heads: Annotated[
+        str, typer.Option(metavar="LIST", help="KV heads to record, written like --layers.", rich_help_panel=TRACE)
+    ] = "all",
+    hits: Annotated[
+        int, typer.Option(help="Most attended positions logged per query head.", rich_help_panel=TRACE)
+    ] = 8,
+    values: Annotated[
+        bool, typer.Option("--values/--no-values", help="Record values beside keys.", rich_help_panel=TRACE)
+    ] = True,
+    dtype_trace: Annotated[
+        Literal["auto", "float16", "float32"],
+        typer.Option(help="Type of the vectors; auto is exact for the model's own.", rich_help_panel=TRACE),
+    ] = "auto",
+    sink_positions: Annotated[
+        int, typer.Option(help="First positions that count as sinks.", rich_help_panel=TRACE)
+    ] = 4,
+    local_window: Annotated[int, typer.Option(help="Tokens back that count as local.", rich_help_panel=TRACE)] = 128,
+    output: Output = None,
+    force: Force = False,
+    json: Json = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+    version: Version = False,
+) -> None:
+    """Run a model on a prompt and write a trace of its attention, compressing the KV cache on the way."""
+    terminal = Terminal(quiet, verbose)
+    _check_sources(prompt, prompts, completion, batch_size)
+    quieten_libraries(terminal)
+
+    from beaconscope.models import LoadOptions, load_model
+    from beaconscope.record import RecordOptions, Sampling
+    from beaconscope.record import record as run
+    from beaconscope.record import record_prompts as run_many
+    from beaconscope.record.prompts import read_prompts, read_text
+
+    given = {
+        "budget": budget,
+        "interval": interval,
+        "beacons": beacons,
+        "recent": recent,
+        "sinks": sinks,
+        "selector": selector,
+        "query_space": query_space,
+        "beacon_rotation": beacon_rotation,
+        "query_pooling": query_pooling,
+        "group_pooling": group_pooling,
+        "pool_low": pool_low,
+        "pool_high": pool_high,
+    }
+    policy, shadow = _policies(cache, {name: value for name, value in given.items() if value is not None}, seed)
+    options = RecordOptions(
+        policy=policy,
+        shadow=shadow,
+        max_new_tokens=max_new_tokens,
+        sampling=Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed),
+        system=system,
+        raw=raw,
+        completion=None if completion is None else read_text(completion, "completion"),
+        think_open=think_open,
+        think_close=think_close,
+        layers=layers,
+        heads=heads,
+        hits=hits,
+        values=values,
+        vector_type=dtype_trace,
+        sink_positions=sink_positions,
+        local_window=local_window,
+        prefill_chunk=prefill_chunk,
+    )
+    load_options = LoadOptions(model, revision, dtype, device, device_map, attn, trust_remote_code)
+    if prompt is not None:
+        text = read_text(prompt, "prompt")
+        path = out.trace_path(output, prompt, force=force)
+    else:
+        many = read_prompts(prompts or "-")
+        path = out.traces_folder(output, prompts or "-")
+
+    terminal.note(f"Loading {model}.")
+    loaded = load_model(load_options)
+    with terminal.progress("Recording", "tokens") as report:
+        if prompt is not None:
+            run(
+                loaded.model,
+                loaded.tokenizer,
+                text,
+                options,
+                output=path,
+                force=force,
+                model_id=loaded.id,
+                revision=loaded.revision,
+                progress=report,
+                note=terminal.note,
+            )
+            paths = [path]
+        else:
+            paths = run_many(
+                loaded.model,
+                loaded.tokenizer,
+                many,
+                options,
+                folder=path,
+                batch_size=batch_size,
+                force=force,
+                model_id=loaded.id,
+                revision=loaded.revision,
+                progress=report,
+                note=terminal.note,
+            )
+    _tell(terminal, path, paths, wanted=1 if prompt is not None else len(many), json=json)
+
+
+def _tell(terminal: Terminal, path: Path, paths: list[Path], *, wanted: int, json: bool) -> None:
+    """Say what was written, and whether it is all that was asked for; exit code 130, as of Ctrl-C, where it is not."""
+    from beaconscope.trace import load_trace, summarize
+
+    traces = [load_trace(each) for each in paths]
+    cut = [trace for trace in traces if not trace.whole]
+    if json:
+        summaries = [summarize(trace) for trace in traces]
+        typer.echo(dumps(summaries if path.is_dir() else summaries[0], indent=2))
+    for trace in cut:
+        terminal.note(f"{trace.path} ends early, after {trace.length} tokens: {trace.cut_reason}.")
+    if len(traces) < wanted:
+        terminal.note(f"{wanted - len(traces)} of {wanted} prompts are left; the same command goes on with them.")
+    if not json:
+        terminal.wrote(path, *(("beaconscope", "info", str(paths[0])) if paths else ()))
+    if cut or len(traces) < wanted:
+        raise typer.Exit(INTERRUPTED)
+
+
+def _check_sources(prompt: str | None, prompts: str | None, completion: str | None, batch_size: int) -> None:
+    """Refuse sources that cannot hold together."""
+    if prompt is None and prompts is None:
+        raise UsageError("there is no prompt; give --prompt FILE, --prompt - for stdin, or --prompts FILE.jsonl")
+    if prompt is not None and prompts is not None:
+        raise UsageError("--prompt and --prompts exclude each other; give one of them")
+    if prompts is not None and completion is not None:
+        raise UsageError('--completion goes with --prompt; with --prompts, give a line its own "completion"')
+    if prompts is None and batch_size > 1:
+        raise UsageError("--batch-size goes with --prompts; leave it out")
+    if prompt == "-" and completion == "-":
+        raise UsageError("--prompt and --completion cannot both be stdin; give one of them as a file")
+
+
+def _policies(cache: str, given: dict[str, object], seed: int) -> tuple[Policy, BeaconKV]:
+    """The policy of the cache, and the beacons beside it where it is the full one.
+
+    Raises
+    ------
+    UsageError
+        For an option that the policy does not have, or a value that does not fit.
+    """
+    from beaconscope.kv.policies import BeaconKV, Full, parse_policy
+
+    policy = parse_policy(cache, seed=seed, **given)
+    if isinstance(policy, Full):
+        shadow = parse_policy("beacon", seed=seed, **given)
+    else:
+        shadow = BeaconKV()
+        known = {field.name for field in dataclasses.fields(policy)}
+        idle = ", ".join("--" + name.replace("_", "-") for name in given if name not in known)
+        if idle:
+            raise UsageError(f"{idle} has no effect with --cache {policy.name}; leave it out")
+    assert isinstance(shadow, BeaconKV)
+    return policy, shadow
