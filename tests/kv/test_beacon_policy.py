@@ -96,7 +96,7 @@ def test_every_pooling(over_queries, over_group, selector):
 @pytest.mark.parametrize(("count", "length"), [(0, 60), (1, 60), (16, 80), (64, 200), (256, 440)])
 def test_any_number_of_beacons(count, length):
     policy = BeaconKV(budget=32, interval=8, beacons=count, recent=4)
-    compare_any(policy, prompt=max(length - 60, 5), length=length, heads=1)
+    compare_any(policy, prompt=max(length - 60, 5), length=length, heads=1, group=1)
 
 
 @pytest.mark.parametrize(("recent", "beacons"), [(0, 3), (1, 0), (1, 3), (15, 0), (15, 3)])
@@ -160,7 +160,7 @@ def _cases(draw):
     }
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
 @given(_cases())
 def test_all_options_together(case):
     try:
@@ -169,7 +169,7 @@ def test_all_options_together(case):
         assume(False)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(cuts=st.sets(st.integers(20, 59), max_size=12), selector=st.sampled_from(SELECTORS))
 def test_where_blocks_are_cut_makes_no_difference(cuts, selector):
     query, key = made_up(1, length=60)
@@ -208,12 +208,8 @@ def test_the_random_selector_draws_otherwise_with_another_seed_layer_head_and_qu
 
     first = sources(0, 0)
     assert torch.equal(first, sources(0, 0))
-    assert (
-        len(
-            {str(x.tolist()) for x in (first[0, 0], first[0, 1], first[1, 0], sources(1, 0)[0, 0], sources(0, 1)[0, 0])}
-        )
-        == 5
-    )
+    draws = (first[0, 0], first[0, 1], first[1, 0], sources(1, 0)[0, 0], sources(0, 1)[0, 0])
+    assert len({tuple(draw.tolist()) for draw in draws}) == len(draws)
 
 
 def test_the_random_selector_is_uniform():
