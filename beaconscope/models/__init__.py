@@ -1,0 +1,17 @@
+"""Models: load one, tap its attention, undo its rotary embedding."""
+
+from beaconscope.models.compat import cache_argument
+from beaconscope.models.load import LoadedModel, LoadOptions, load_model
+from beaconscope.models.tap import LayerInfo, TappedModel, tap
+from beaconscope.models.tokens import token_bytes
+
+__all__ = [
+    "LayerInfo",
+    "LoadOptions",
+    "LoadedModel",
+    "TappedModel",
+    "cache_argument",
+    "load_model",
+    "tap",
+    "token_bytes",
+]

@@ -25,6 +25,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from beaconscope.errors import BeaconScopeError
 from beaconscope.kv.rotary import Rotary
+from beaconscope.models.compat import cache_argument
 from beaconscope.models.rotary import PROBE_POSITIONS, RotaryMismatch, derive_rotary
 
 PREFIX = "beaconscope_"
@@ -256,8 +257,8 @@ def _probe(model: PreTrainedModel, modules: Mapping[int, nn.Module]) -> tuple[La
         model(
             input_ids=torch.full((len(positions), 1), token, device=model.device),
             position_ids=positions[:, None],
-            past_key_values=cache,
             use_cache=True,
+            **{cache_argument(model): cache},
         )
     unseen = [layer for layer in modules if layer not in cache.seen]
     if unseen:

@@ -1,0 +1,12 @@
+"""What differs between the versions of transformers that are supported."""
+
+from __future__ import annotations
+
+import inspect
+
+from transformers import PreTrainedModel
+
+
+def cache_argument(model: PreTrainedModel) -> str:
+    """The name under which ``model``'s forward takes its cache: ``past_key_values`` in 5.2, ``cache`` in newer versions."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"

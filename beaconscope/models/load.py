@@ -1,0 +1,126 @@
+"""Load a model and its tokenizer: from a hub, a local folder or a GGUF file."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from beaconscope.errors import BeaconScopeError
+
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
+_WEIGHTS = ("*.safetensors", "*.bin", "*.pt")
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """Which model to load, and how."""
+
+    model: str
+    """Hub id, local folder or ``.gguf`` file."""
+    revision: str | None = None
+    dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
+    device: str = "auto"
+    device_map: str | None = None
+    attn: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
+    """``auto`` is sdpa where the model has it, else eager."""
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model with its tokenizer and where they are from."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    id: str
+    revision: str | None = None
+
+
+def load_model(options: LoadOptions) -> LoadedModel:
+    """Load a model for inference.
+
+    Raises
+    ------
+    BeaconScopeError
+        When the model is missing or has no weights, the device is absent, or the library cannot load it.
+    """
+    device = None if options.device_map else pick_device(options.device)
+    source, extra = _locate(options)
+    common: dict[str, Any] = {"revision": options.revision, "trust_remote_code": options.trust_remote_code, **extra}
+    common = {key: value for key, value in common.items() if value is not None}
+    loading: dict[str, Any] = {"dtype": options.dtype if options.dtype == "auto" else getattr(torch, options.dtype)}
+    if options.attn != "auto":
+        loading["attn_implementation"] = options.attn
+    if options.device_map:
+        loading["device_map"] = options.device_map
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, **common)
+        model = AutoModelForCausalLM.from_pretrained(source, **common, **loading)
+        if device is not None:
+            model = model.to(device)
+    except torch.OutOfMemoryError:
+        raise BeaconScopeError(
+            f"{options.model} does not fit into the memory of {device}; give --dtype bfloat16, --device-map auto or another device"
+        ) from None
+    except (OSError, ValueError, ImportError, RuntimeError, KeyError, TypeError) as error:
+        # What the library says runs over many lines; the first says what is wrong.
+        first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise BeaconScopeError(f"cannot load the model {options.model}: {first}") from error
+    return LoadedModel(model.eval(), tokenizer, options.model, options.revision)
+
+
+def pick_device(name: str) -> torch.device:
+    """Turn ``auto`` or the name of a device into a device that is there.
+
+    Raises
+    ------
+    BeaconScopeError
+        For a name that is no device, or one that this machine does not have.
+    """
+    if name == "auto":
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        return torch.device("cpu") if accelerator is None else accelerator
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise BeaconScopeError(f"{name!r} is no device; give auto, cpu, cuda, cuda:0 or mps") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise BeaconScopeError("no CUDA device can be used here; give --device cpu")
+    if device.type == "cuda" and device.index is not None and device.index >= torch.cuda.device_count():
+        raise BeaconScopeError(f"there is no device {name}; this machine has {torch.cuda.device_count()} (cuda:0 on)")
+    if device.type == "mps" and not torch.backends.mps.is_available():
+        raise BeaconScopeError("no MPS device can be used here; give --device cpu")
+    return device
+
+
+def _locate(options: LoadOptions) -> tuple[str, dict[str, str]]:
+    """Where to load from, and the arguments that it needs."""
+    path = Path(options.model).expanduser()
+    if path.suffix.lower() == ".gguf":
+        if not path.is_file():
+            raise BeaconScopeError(f"there is no model file {options.model}")
+        if importlib.util.find_spec("gguf") is None:
+            raise BeaconScopeError("GGUF files need the package gguf; run: pip install 'beaconscope[gguf]'")
+        with path.open("rb") as file:
+            if file.read(4) != b"GGUF":
+                raise BeaconScopeError(f"{options.model} is no GGUF file")
+        return str(path.parent), {"gguf_file": path.name}
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise BeaconScopeError(f"the folder {options.model} holds no model (no config.json)")
+        if not any(any(path.glob(pattern)) for pattern in _WEIGHTS):
+            raise BeaconScopeError(f"the folder {options.model} holds no weights (such as model.safetensors)")
+        return str(path), {}
+    if path.is_file():
+        raise BeaconScopeError(f"{options.model} is a file but no .gguf; give the folder that holds the model")
+    if not _HUB_ID.fullmatch(options.model):
+        raise BeaconScopeError(
+            f"there is no model {options.model}; give a local folder, a .gguf file or a hub id (owner/name)"
+        )
+    return options.model, {}

@@ -1,0 +1,236 @@
+"""Run a model token by token on a batch of prompts, drawing the next tokens or forcing given ones.
+
+The loop waits for the device only to see whether sequences have ended: at every token on a CPU, where nothing is queued, and
+once in a while on an accelerator, where the tokens drawn past an end are dropped.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    PreTrainedModel,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from beaconscope.kv.cache import CompressedCache
+from beaconscope.models import cache_argument
+from beaconscope.record.options import Sampling
+
+_SETTLE_STEPS = 32
+_SETTLE_SECONDS = 0.5
+_FORCED_AT_ONCE = 256
+"""Given tokens are fed in passes of at most this many."""
+
+
+@dataclass
+class Written:
+    """What has been written of one sequence beyond its prompt. The lists have equal length."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprob: list[float] = field(default_factory=list)
+    """Of each token under the model, before sampling options."""
+    entropy: list[float] = field(default_factory=list)
+    """Of the model's distribution that each token was drawn from, nats."""
+    ended: bool = False
+    """The last token ends the text."""
+
+
+class Generation:
+    """One batch on its way.
+
+    Parameters
+    ----------
+    model
+        The model, tapped.
+    cache
+        A fresh cache of that model.
+    prompts
+        Token ids of each prompt; shorter ones are padded on the left.
+    sampling
+        How tokens are drawn.
+    limit
+        New tokens at most.
+    end_tokens
+        Ids that end a text.
+    forced
+        Ids to be fed instead of drawn ones, for a batch of one.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        cache: CompressedCache,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        limit: int,
+        end_tokens: frozenset[int],
+        forced: Sequence[int] | None = None,
+    ) -> None:
+        self._model = model
+        self._cache = cache
+        self._cache_argument = cache_argument(model)
+        self._prompts = prompts
+        self._limit = limit
+        self._end_tokens = end_tokens
+        self._forced = forced
+        self._device = model.device
+        self._columns = max(len(prompt) for prompt in prompts)
+        padding = [self._columns - len(prompt) for prompt in prompts]
+        self._padded = any(padding)
+        filler = model.config.get_text_config(decoder=True).pad_token_id or 0
+        rows = [[filler] * missing + list(prompt) for missing, prompt in zip(padding, prompts, strict=True)]
+        self._ids = torch.tensor(rows, device=self._device)  # [B, columns]
+        self._mask = torch.tensor(
+            [[0] * missing + [1] * len(prompt) for missing, prompt in zip(padding, prompts, strict=True)],
+            device=self._device,
+        )
+        self._lengths = torch.tensor([len(prompt) for prompt in prompts], device=self._device)  # [B]
+        self._draw = _Draw(sampling, self._ids)
+        self._unsettled: list[tuple[Tensor, Tensor, Tensor]] = []  # tokens, logprob, entropy, each [B]
+        self.written = [Written() for _ in prompts]
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each sequence so far, its prompt included."""
+        return [len(prompt) + len(row.tokens) for prompt, row in zip(self._prompts, self.written, strict=True)]
+
+    def prefill(self, chunk: int | None) -> list[int]:
+        """Feed the prompts, in passes of ``chunk`` tokens or whole; returns the size of each pass."""
+        sizes = []
+        for start in range(0, self._columns, chunk or self._columns):
+            stop = min(start + (chunk or self._columns), self._columns)
+            position = (self._mask.cumsum(dim=1) - 1).clamp(min=0)[:, start:stop]
+            self._logits = self._forward(self._ids[:, start:stop], position, stop)[:, -1]
+            sizes.append(stop - start)
+        return sizes
+
+    def run(self, settled: Callable[[], bool]) -> None:
+        """Write until every sequence ends or the limit is reached.
+
+        ``settled`` is called whenever new tokens have arrived in :attr:`written`; True from it stops the loop.
+        """
+        if self._forced is not None:
+            self._force(self._forced, settled)
+            return
+        waits_for_nothing = self._device.type == "cpu"
+        reported, last = 0, time.monotonic()
+        for step in range(1, self._limit + 1):
+            token = self._draw(self._logits)
+            self._note(token, self._logits)
+            position = (self._lengths + step - 1)[:, None]
+            self._logits = self._forward(token[:, None], position, self._columns + step)[:, -1]
+            if waits_for_nothing:
+                self._settle()
+            ended = all(row.ended for row in self.written)
+            due = step - reported >= _SETTLE_STEPS or time.monotonic() - last >= _SETTLE_SECONDS
+            if due or ended or step == self._limit:
+                self._settle()
+                ended = all(row.ended for row in self.written)
+                reported, last = step, time.monotonic()
+                if settled() or ended:
+                    return
+
+    def _force(self, forced: Sequence[int], settled: Callable[[], bool]) -> None:
+        """Feed given tokens, in passes that end where the cache would compress."""
+        ids = torch.tensor([list(forced)], device=self._device)
+        start = 0
+        while start < len(forced):
+            count = min(self._cache.room(), _FORCED_AT_ONCE, len(forced) - start)
+            part = ids[:, start : start + count]
+            position = self._lengths[:, None] + torch.arange(start, start + count, device=self._device)
+            after = self._forward(part, position, self._columns + start + count, every=True)  # [1, count, V]
+            before = torch.cat([self._logits[:, None], after[:, :-1]], dim=1)
+            for index in range(count):
+                self._note(part[:, index], before[:, index])
+            self._logits = after[:, -1]
+            start += count
+            self._settle()
+            if settled():
+                return
+
+    def _forward(self, ids: Tensor, position: Tensor, columns: int, every: bool = False) -> Tensor:
+        """Logits of the last of the tokens ``ids`` [B, T], or of ``every`` one, [B, 1 or T, V]."""
+        mask = None
+        if self._padded:
+            if columns > self._mask.shape[1]:
+                grown = torch.ones_like(self._mask[:, :1]).expand(-1, max(256, columns - self._mask.shape[1]))
+                self._mask = torch.cat([self._mask, grown], dim=1)
+            mask = self._mask[:, :columns]
+        output = self._model(
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=position,
+            use_cache=True,
+            logits_to_keep=0 if every else 1,
+            **{self._cache_argument: self._cache},
+        )
+        return output.logits.float()  # type: ignore[no-any-return]
+
+    def _note(self, token: Tensor, logits: Tensor) -> None:
+        """Let tokens [B], drawn from ``logits`` [B, V], wait to be settled."""
+        log_probabilities = logits.log_softmax(dim=-1)
+        entropy = -(log_probabilities.exp() * log_probabilities.clamp(min=torch.finfo(torch.float32).min)).sum(dim=-1)
+        self._unsettled.append((token, log_probabilities.gather(-1, token[:, None])[:, 0], entropy))
+
+    def _settle(self) -> None:
+        """Bring the tokens that wait to the host, up to the end of each text."""
+        if not self._unsettled:
+            return
+        tokens, logprob, entropy = (torch.stack(part, dim=1).tolist() for part in zip(*self._unsettled, strict=True))
+        self._unsettled.clear()
+        for index, row in enumerate(self.written):
+            for token, probability, nats in zip(tokens[index], logprob[index], entropy[index], strict=True):
+                if row.ended:
+                    break
+                row.tokens.append(token)
+                row.logprob.append(probability)
+                row.entropy.append(nats)
+                row.ended = self._forced is None and token in self._end_tokens
+
+
+class _Draw:
+    """Draws the next token of each sequence, each from a stream of random numbers of its own."""
+
+    def __init__(self, sampling: Sampling, ids: Tensor) -> None:
+        self._greedy = sampling.temperature == 0
+        self._ids = ids
+        self._processors = LogitsProcessorList()
+        if self._greedy:
+            return
+        if sampling.repetition_penalty != 1:
+            self._processors.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
+        if sampling.temperature != 1:
+            self._processors.append(TemperatureLogitsWarper(sampling.temperature))
+        if sampling.top_k:
+            self._processors.append(TopKLogitsWarper(sampling.top_k))
+        if sampling.top_p < 1:
+            self._processors.append(TopPLogitsWarper(sampling.top_p))
+        if sampling.min_p:
+            self._processors.append(MinPLogitsWarper(sampling.min_p))
+        self._penalty = sampling.repetition_penalty != 1
+        self._streams = [torch.Generator(ids.device).manual_seed(sampling.seed) for _ in range(ids.shape[0])]
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """Tokens [B] drawn from ``logits`` [B, V]."""
+        if self._greedy:
+            return logits.argmax(dim=-1)
+        probabilities = self._processors(self._ids, logits).softmax(dim=-1)
+        token = torch.cat(
+            [
+                torch.multinomial(row, 1, generator=stream)
+                for row, stream in zip(probabilities, self._streams, strict=True)
+            ]
+        )
+        if self._penalty:
+            self._ids = torch.cat([self._ids, token[:, None]], dim=1)
+        return token

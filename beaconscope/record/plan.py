@@ -1,0 +1,146 @@
+"""What a recording is going to hold, how large it will be, and whether it can be made at all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from beaconscope.errors import BeaconScopeError
+from beaconscope.kv.policies import BeaconKV, Full
+from beaconscope.models import TappedModel
+from beaconscope.record.options import RecordOptions
+from beaconscope.record.selection import select
+from beaconscope.trace import LayerLayout, TraceLayout, estimate_bytes, free_bytes
+
+_WORTH_A_HINT = 256 << 20
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a recording will hold."""
+
+    layout: TraceLayout
+    limit: int
+    """New tokens at most; less than was asked for where the model's context ends."""
+    bytes: int
+    """Estimated size of the largest trace."""
+    notes: tuple[str, ...]
+    """What the user should know before it starts."""
+
+
+def make_plan(
+    tapped: TappedModel, options: RecordOptions, prompt_lengths: list[int], forced: int | None, folder: Path
+) -> Plan:
+    """Plan a batch of recordings.
+
+    Parameters
+    ----------
+    tapped
+        The model.
+    options
+        Of the recording.
+    prompt_lengths
+        Tokens of each prompt.
+    forced
+        Tokens of a given completion, else None.
+    folder
+        Where the traces go.
+
+    Raises
+    ------
+    BeaconScopeError
+        When the prompt does not fit into the model's context, or the traces not onto the disk.
+    """
+    layout = make_layout(tapped, options)
+    notes: list[str] = []
+    limit = _fit_context(tapped, options, max(prompt_lengths), forced, notes)
+    sizes = [estimate_bytes(layout, length + limit) for length in prompt_lengths]
+    # The journal holds the vectors unpacked until the file is made from it.
+    needed, free = 2 * sum(sizes), free_bytes(folder)
+    remedy = "fewer --layers or --heads, --no-values or --dtype-trace float16 make it smaller"
+    if needed > free:
+        raise BeaconScopeError(
+            f"the trace may need {_size(needed)} with its journal, but {folder} has {_size(free)} free; {remedy}"
+        )
+    heads = sum(len(layer.kv_heads) for layer in layout.layers)
+    text = (
+        f"The trace takes at most about {_size(max(sizes))}: {len(layout.layers)} layers, {heads} KV heads in all, "
+        f"{max(prompt_lengths)} + {limit} tokens"
+    )
+    notes.append(text + (f"; {remedy}." if max(sizes) > _WORTH_A_HINT else "."))
+    return Plan(layout, limit, max(sizes), tuple(notes))
+
+
+def make_layout(tapped: TappedModel, options: RecordOptions) -> TraceLayout:
+    """Which layers and heads are recorded, and in which type.
+
+    Raises
+    ------
+    UsageError
+        For layers or heads that the model does not have.
+    """
+    layers = []
+    for index in select(options.layers, len(tapped.layers), "layers"):
+        info = tapped.layers[index]
+        heads = select("all" if options.heads == "auto" else options.heads, info.kv_heads, "heads")
+        layers.append(
+            LayerLayout(
+                layer=index,
+                kv_heads=heads,
+                group_size=info.group_size,
+                key_size=info.key_size,
+                value_size=info.value_size if options.values else None,
+            )
+        )
+    vector_type: Literal["float16", "float32"]
+    if options.vector_type == "auto":
+        vector_type = "float32" if tapped.model.dtype in (torch.float32, torch.float64) else "float16"
+    else:
+        vector_type = options.vector_type
+    return TraceLayout(tuple(layers), vector_type, options.hits)
+
+
+def settled_policy(options: RecordOptions) -> RecordOptions:
+    """The same options, where a ``Full`` cache carries its shadow."""
+    if isinstance(options.policy, Full) and options.policy.shadow is None:
+        return replace(options, policy=replace(options.policy, shadow=options.shadow))
+    return options
+
+
+def _fit_context(tapped: TappedModel, options: RecordOptions, prompt: int, forced: int | None, notes: list[str]) -> int:
+    """New tokens at most."""
+    wanted = options.max_new_tokens if forced is None else forced
+    context = getattr(tapped.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if context is not None and prompt + (forced or 1) > context:
+        what = (
+            f"the prompt has {prompt} tokens"
+            if forced is None
+            else f"prompt and completion have {prompt + forced} tokens"
+        )
+        raise BeaconScopeError(f"{what}, but the model's context is {context}; shorten the text")
+    limit = wanted if context is None else min(wanted, context - prompt)
+    if limit < wanted:
+        notes.append(f"The model's context of {context} tokens leaves room for {limit} new ones, not {wanted}.")
+    policy = options.policy.shadow if isinstance(options.policy, Full) else options.policy
+    if isinstance(policy, BeaconKV) and policy.query_space == "pre-rope":
+        limits = [
+            info.rotary.limit for info in tapped.layers if info.rotary is not None and info.rotary.limit is not None
+        ]
+        if limits and prompt + limit > min(limits):
+            raise BeaconScopeError(
+                f"past {min(limits)} tokens this model changes its rotary frequencies, and pre-RoPE queries are not known; give "
+                f"--max-new-tokens at most {max(min(limits) - prompt, 0)}, or --query-space post-rope"
+            )
+    return limit
+
+
+def _size(size: float) -> str:
+    """Bytes as people read them."""
+    for unit in ("bytes", "KB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}" if unit == "bytes" or size >= 100 else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} TB"

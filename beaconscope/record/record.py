@@ -1,0 +1,429 @@
+"""Record: a model, a cache, a tap and a journal, put together.
+
+Data flows one way: :class:`~beaconscope.record.generate.Generation` drives the model, whose cache tells the
+:class:`~beaconscope.record.recorder.Recorder` of every step; what it gathers goes to one journal for each sequence, which
+becomes the trace at the end.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import platform
+import resource
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from beaconscope.errors import BeaconScopeError, UsageError
+from beaconscope.kv.cache import CompressedCache
+from beaconscope.models import TappedModel, tap, token_bytes
+from beaconscope.record.encode import encode_completion, encode_prompt
+from beaconscope.record.generate import Generation
+from beaconscope.record.options import RecordOptions
+from beaconscope.record.plan import Plan, make_plan, settled_policy
+from beaconscope.record.prompts import Prompt
+from beaconscope.record.recorder import Recorder
+from beaconscope.trace import HeadBlock, Journal, TokenBlock, Trace, load_trace
+
+_LIBRARIES = ("torch", "transformers", "numpy", "pyarrow")
+
+
+class Progress(Protocol):
+    """Told how far a recording is."""
+
+    def __call__(self, done: int, total: int | None) -> None:
+        """``done`` of at most ``total`` new tokens are there."""
+
+
+Note = Callable[[str], None]
+"""Told, in a sentence, what the user should know."""
+
+
+def record(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: str,
+    options: RecordOptions | None = None,
+    *,
+    output: str | Path = "trace.parquet",
+    force: bool = False,
+    model_id: str | None = None,
+    revision: str | None = None,
+    progress: Progress | None = None,
+    note: Note | None = None,
+) -> Trace:
+    """Run ``model`` on ``prompt`` and write the trace of what its attention did.
+
+    Parameters
+    ----------
+    model, tokenizer
+        As transformers loads them. The model's attention is tapped, which does not change its numbers.
+    prompt
+        The user's text; it is put into the chat template unless ``options.raw``.
+    options
+        Of the recording.
+    output
+        The Parquet file to write.
+    force
+        Replace a file that is there.
+    model_id, revision
+        Kept in the trace; default to what the model says of itself.
+    progress, note
+        Told how far it is, and what is worth knowing.
+
+    Returns
+    -------
+    Trace
+        Of what was written. When SIGINT arrives (Ctrl-C) it ends early, and its metadata say so.
+
+    Raises
+    ------
+    BeaconScopeError
+        When the model cannot be recorded, the prompt does not fit, or the output cannot be written.
+    """
+    job = _Job(model, tokenizer, options or RecordOptions(), model_id, revision, progress, note)
+    entry = Prompt("prompt", prompt, completion=job.options.completion)
+    job.run([entry], [Path(output)], force)
+    return load_trace(Path(output))
+
+
+def record_prompts(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Prompt],
+    options: RecordOptions | None = None,
+    *,
+    folder: str | Path,
+    batch_size: int = 1,
+    force: bool = False,
+    model_id: str | None = None,
+    revision: str | None = None,
+    progress: Progress | None = None,
+    note: Note | None = None,
+) -> list[Path]:
+    """Record many prompts, one trace each: ``folder/ID.parquet``.
+
+    Prompts whose trace is there are skipped, so that an interrupted run goes on where it stopped; ``force`` records them anew.
+    Prompts with a completion of their own are run one at a time, the others ``batch_size`` together.
+
+    Returns
+    -------
+    list of Path
+        The traces in the order of ``prompts``, those that were there before too; fewer after a SIGINT (Ctrl-C).
+
+    Raises
+    ------
+    BeaconScopeError
+        As :func:`record`; the message names the prompt.
+    """
+    folder = Path(folder)
+    folder.mkdir(exist_ok=True)
+    if options is not None and options.completion is not None:
+        raise UsageError("a completion belongs to one prompt; give each prompt its own")
+    paths = {prompt.id: folder / f"{prompt.id}.parquet" for prompt in prompts}
+    todo = [prompt for prompt in prompts if force or not paths[prompt.id].exists()]
+    if note is not None and len(todo) < len(prompts):
+        note(f"{len(prompts) - len(todo)} of {len(prompts)} prompts are recorded already and are skipped.")
+    job = _Job(model, tokenizer, options or RecordOptions(), model_id, revision, progress, note)
+    for batch in _batches(todo, batch_size):
+        try:
+            stopped = job.run(batch, [paths[prompt.id] for prompt in batch], force=True)
+        except BeaconScopeError as error:
+            raise type(error)(f"prompt {', '.join(prompt.id for prompt in batch)}: {error}") from error
+        if stopped:
+            break
+    return [path for path in paths.values() if path.exists()]
+
+
+def _batches(prompts: Sequence[Prompt], size: int) -> Iterator[list[Prompt]]:
+    together: list[Prompt] = []
+    for prompt in prompts:
+        if prompt.completion is not None:
+            yield [prompt]
+            continue
+        together.append(prompt)
+        if len(together) == size:
+            yield together
+            together = []
+    if together:
+        yield together
+
+
+@dataclass(frozen=True)
+class _Text:
+    """What one journal is told of its text."""
+
+    prompt: Prompt
+    ids: list[int]
+
+
+class _Job:
+    """Recordings of one model with the same options."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        options: RecordOptions,
+        model_id: str | None,
+        revision: str | None,
+        progress: Progress | None,
+        note: Note | None,
+    ) -> None:
+        self.options = settled_policy(options)
+        self._tapped: TappedModel = tap(model)
+        self._tokenizer = tokenizer
+        self._model_id = model_id or getattr(model.config, "_name_or_path", "") or type(model).__name__
+        self._revision = revision
+        self._progress = progress or (lambda done, total: None)
+        self._note = note or (lambda text: None)
+
+    def run(self, prompts: Sequence[Prompt], outputs: Sequence[Path], force: bool) -> bool:
+        """Record one batch; True when it was interrupted."""
+        texts = [_Text(prompt, encode_prompt(self._tokenizer, prompt.prompt, self.options)) for prompt in prompts]
+        given = prompts[0].completion
+        forced = None if given is None else encode_completion(self._tokenizer, given)
+        if self.options.prefill_chunk is not None and len({len(text.ids) for text in texts}) > 1:
+            raise UsageError("prompts of different lengths cannot be fed in chunks together; give --batch-size 1")
+        plan = make_plan(
+            self._tapped,
+            self.options,
+            [len(text.ids) for text in texts],
+            None if forced is None else len(forced),
+            outputs[0].resolve().parent,
+        )
+        for line in plan.notes:
+            self._note(line)
+        with ExitStack() as stack:
+            journals = [
+                stack.enter_context(Journal.create(output, plan.layout, self._metadata(text), force=force))
+                for text, output in zip(texts, outputs, strict=True)
+            ]
+            run = _Run(self._tapped, self.options, texts, forced, plan, journals, self._tokenizer, self._progress)
+            interrupted = run.generate()
+            for index, journal in enumerate(journals):
+                journal.finalize(run.closing(index, interrupted))
+        self._note_cache(run)
+        return interrupted
+
+    def _note_cache(self, run: _Run) -> None:
+        """Say when nothing was compressed, and what would have changed that."""
+        policy = self.options.policy
+        longest = max(run.generation.lengths)
+        if policy.capacity is not None and longest < policy.capacity:
+            text = f"The cache never filled: {longest} tokens, {policy.capacity} slots. Nothing was compressed"
+            most = longest - policy.interval
+            self._note(text + (f"; a --budget of at most {most} would have." if most > policy.protected else "."))
+
+    def _metadata(self, text: _Text) -> dict[str, Any]:
+        model = self._tapped.model
+        options = self.options
+        rotary, attention = _layer_facts(self._tapped)
+        return {
+            "model": {
+                "id": self._model_id,
+                "revision": self._revision,
+                "config": model.config.to_dict(),
+                "dtype": str(model.dtype).removeprefix("torch."),
+                "parameters": model.num_parameters(),
+                "attention_backend": self._tapped.backend,
+            },
+            "tokenizer": {"id": getattr(self._tokenizer, "name_or_path", "") or self._model_id},
+            "rotary": rotary,
+            "attention": attention,
+            "prompt": text.prompt.prompt,
+            "prompt_id": text.prompt.id,
+            "prompt_length": len(text.ids),
+            "right_answer": text.prompt.answer,
+            "think_open": options.think_open,
+            "think_close": options.think_close,
+            "options": {
+                **{key: value for key, value in dataclasses.asdict(options).items() if key not in ("policy", "shadow")},
+                "teacher_forced": text.prompt.completion is not None,
+            },
+            "policy": {"name": options.policy.name, "params": options.policy.params()},
+            "versions": {
+                "python": platform.python_version(),
+                **{name: importlib.metadata.version(name) for name in _LIBRARIES},
+            },
+            "device": str(model.device),
+            "attention_over": "everything" if options.policy.capacity is None else "what the cache held",
+        }
+
+
+def _layer_facts(tapped: TappedModel) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Rotary embeddings, each kind once, and the further facts of each layer's attention that replay needs."""
+    kinds: list[dict[str, Any]] = []
+    of_layer: dict[str, int | None] = {}
+    attention: dict[str, Any] = {}
+    for info in tapped.layers:
+        kind = None if info.rotary is None else info.rotary.to_dict()
+        if kind is not None and kind not in kinds:
+            kinds.append(kind)
+        of_layer[str(info.layer)] = None if kind is None else kinds.index(kind)
+        attention[str(info.layer)] = {
+            "scaling": info.scaling,
+            "softcap": info.softcap,
+            "sink_logit": None if info.sink_logit is None else info.sink_logit.float().tolist(),
+            "window": info.window,
+            "kv_heads": info.kv_heads,
+        }
+    return {"kinds": kinds, "layers": of_layer}, attention
+
+
+class _Run:
+    """One batch being generated."""
+
+    def __init__(
+        self,
+        tapped: TappedModel,
+        options: RecordOptions,
+        texts: Sequence[_Text],
+        forced: list[int] | None,
+        plan: Plan,
+        journals: Sequence[Journal],
+        tokenizer: PreTrainedTokenizerBase,
+        progress: Progress,
+    ) -> None:
+        self._options = options
+        self._texts = texts
+        self._journals = journals
+        self._tokenizer = tokenizer
+        self._progress = progress
+        self._recorder = Recorder(plan.layout, options.sink_positions, options.local_window, self._write_heads)
+        self.cache = CompressedCache(tapped, options.policy, observer=self._recorder)
+        self.generation = Generation(
+            tapped.model,
+            self.cache,
+            [text.ids for text in texts],
+            options.sampling,
+            plan.limit,
+            _end_tokens(tapped.model, tokenizer),
+            forced,
+        )
+        self._total = plan.limit
+        self._tokens_written = [0 for _ in texts]
+        self._prefill: list[int] = []
+        self._seconds = {"prefill": 0.0, "decode": 0.0}
+
+    def generate(self) -> bool:
+        """Generate and hand everything to the journals; True when it was interrupted."""
+        device = self.cache.layers and self.generation._device
+        if isinstance(device, torch.device) and device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        with _interruptible() as interrupted, torch.inference_mode():
+            started = time.perf_counter()
+            self._prefill = self.generation.prefill(self._options.prefill_chunk)
+            self._settled()
+            self._seconds["prefill"] = time.perf_counter() - started
+            started = time.perf_counter()
+
+            def settled() -> bool:
+                self._settled()
+                return interrupted.is_set()
+
+            if not interrupted.is_set():
+                self.generation.run(settled)
+            self._recorder.hand_over(self.generation.lengths)
+            self._seconds["decode"] = time.perf_counter() - started
+            return interrupted.is_set()
+
+    def _settled(self) -> None:
+        """Hand over what has been generated so far."""
+        lengths = self.generation.lengths
+        for index in range(len(self._texts)):
+            self._write_tokens(index, lengths[index])
+        self._recorder.drain(self.cache, lengths)
+        self._progress(max(len(row.tokens) for row in self.generation.written), self._total)
+
+    def _write_tokens(self, index: int, length: int) -> None:
+        """Append a sequence's tokens from where it was left up to ``length``."""
+        start = self._tokens_written[index]
+        if start == length:
+            return
+        prompt = self._texts[index].ids
+        row = self.generation.written[index]
+        missing = [float("nan")] * len(prompt)
+        ids = (prompt + row.tokens)[start:length]
+        self._journals[index].append_tokens(
+            TokenBlock(
+                first_position=start,
+                token_id=np.array(ids, np.int32),
+                token_bytes=token_bytes(self._tokenizer, ids),
+                logprob=np.array((missing + row.logprob)[start:length], np.float32),
+                entropy=np.array((missing + row.entropy)[start:length], np.float32),
+            )
+        )
+        self._tokens_written[index] = length
+
+    def _write_heads(self, row: int, block: HeadBlock) -> None:
+        self._journals[row].append(block)
+
+    def closing(self, index: int, interrupted: bool) -> dict[str, Any]:
+        """The metadata that are known at the end, of one sequence."""
+        row = self.generation.written[index]
+        tokens = max(len(each.tokens) for each in self.generation.written)
+        decode = self._seconds["decode"]
+        cut = interrupted and not row.ended
+        return {
+            "text": self._tokenizer.decode(self._texts[index].ids + row.tokens),
+            "whole": not cut,
+            "cut_reason": "interrupted by the user" if cut else None,
+            "ended": row.ended,
+            "prefill_passes": self._prefill,
+            "timings": {
+                "prefill_seconds": self._seconds["prefill"],
+                "decode_seconds": decode,
+                "tokens_per_second": tokens / decode if decode else None,
+            },
+            "peak_memory": _peak_memory(self.generation._device) | {"cache": self.cache.nbytes},
+        }
+
+
+def _end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Ids that end a text: the model's own and the tokenizer's."""
+    of_model = model.generation_config.eos_token_id if model.generation_config is not None else None
+    ends = of_model if isinstance(of_model, list) else [of_model]
+    return frozenset(int(end) for end in [*ends, tokenizer.eos_token_id] if end is not None)
+
+
+def _peak_memory(device: torch.device) -> dict[str, int]:
+    """Peak bytes of the process, and of the device where it counts them."""
+    # Linux counts in KiB, macOS in bytes.
+    unit = 1 if sys.platform == "darwin" else 1024
+    peak = {"host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
+    if device.type == "cuda":
+        peak["device"] = torch.cuda.max_memory_allocated(device)
+    return peak
+
+
+@contextmanager
+def _interruptible() -> Iterator[threading.Event]:
+    """Turn the first SIGINT into an event, so that a step is never cut in the middle; a second one raises."""
+    event = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield event
+        return
+
+    former = signal.getsignal(signal.SIGINT)
+
+    def first(number: int, frame: object) -> None:
+        event.set()
+        signal.signal(signal.SIGINT, former if callable(former) else signal.default_int_handler)
+
+    signal.signal(signal.SIGINT, first)
+    try:
+        yield event
+    finally:
+        signal.signal(signal.SIGINT, former)
