@@ -10,6 +10,7 @@ import typer
 from beaconscope.cli import output as out
 from beaconscope.cli.options import Force, Output, Quiet, Verbose, Version
 from beaconscope.cli.terminal import Terminal
+from beaconscope.errors import UsageError
 
 
 def recover(
@@ -27,6 +28,8 @@ def recover(
     from beaconscope.trace import recover as recover_trace
 
     terminal = Terminal(quiet, verbose)
+    if not trace.name:
+        raise UsageError(f"{trace} names no file; give the output of an interrupted recording")
     if output is not None:
         out.writable_file(output, force=force)
     has_journal = trace.is_dir() or journal_path(trace).is_dir()

@@ -13,13 +13,17 @@ from typer.testing import CliRunner, Result
 from beaconscope.cli import app
 from tests.tiny import tiny_model, tiny_tokenizer
 
+ROOT = Path(__file__).parents[2]
+
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory) -> Path:
-    """A tiny Llama and its tokenizer, saved as a local model folder."""
+    """A tiny Llama and its tokenizer, saved as a local model folder; no token ends its text."""
     folder = tmp_path_factory.mktemp("model")
     tiny_model("llama").save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
+    tokenizer = tiny_tokenizer()
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(folder)
     return folder
 
 
@@ -52,7 +56,8 @@ def start():
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env={**os.environ, **settings.pop("env", {})},
+            # The package need not be installed, and a test may start it in another folder.
+            env={**os.environ, "PYTHONPATH": str(ROOT), **settings.pop("env", {})},
             **settings,
         )
         started.append(process)

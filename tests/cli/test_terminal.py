@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from beaconscope.cli import terminal as module
+from beaconscope.cli import progress as module
 from beaconscope.cli.terminal import Terminal
 
 
