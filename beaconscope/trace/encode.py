@@ -28,8 +28,11 @@ GROUP_BYTES = 4 << 20
 
 
 def rows_per_group(layer: LayerLayout, layout: TraceLayout) -> int:
-    """Rows of a row group: about `GROUP_BYTES`, but neither a handful of rows nor endlessly many."""
-    return min(max(GROUP_BYTES // row_bytes(layer, layout), 256), 4096)
+    """Rows of a row group: about `GROUP_BYTES`, but neither a handful of rows nor more than 2048."""
+    return min(max(GROUP_BYTES // row_bytes(layer, layout), 256), 2048)
+
+
+_NUMBERS = ("beacon", "beacon_similarity", "mass_sink", "mass_local", "mass_distant", "hit_position", "hit_mass")
 
 
 def encode_tokens(block: TokenBlock) -> pa.RecordBatch:
@@ -47,63 +50,51 @@ def encode_tokens(block: TokenBlock) -> pa.RecordBatch:
     )
 
 
-def encode_heads(block: HeadBlock, layout: TraceLayout, *, exact: bool) -> Iterator[pa.RecordBatch]:
-    """Turn a block of one layer into batches: one head each, in the layout's order, none much over `GROUP_BYTES`.
+class HeadEncoder:
+    """Turns blocks of one layer into batches of its stream."""
 
-    Raises
-    ------
-    BeaconScopeError
-        For vectors that the trace's type does not hold; see `to_vector_type`.
-    """
-    layer = layout.of(block.layer)
-    schema = journal_schema(layer, layout)
-    step = rows_per_group(layer, layout)
-    for start in range(0, len(block.query), step):
-        rows = slice(start, min(start + step, len(block.query)))
-        for head in range(len(layer.kv_heads)):
-            yield _encode_head(block, head, rows, layer, layout, schema, exact=exact)
+    def __init__(self, layer: LayerLayout, layout: TraceLayout, *, exact: bool) -> None:
+        self.schema = journal_schema(layer, layout)
+        self._layer = layer
+        self._vector_type = layout.vector_type
+        self._exact = exact
+        self._rows = rows_per_group(layer, layout)
 
+    def encode(self, block: HeadBlock) -> Iterator[pa.RecordBatch]:
+        """Give batches of one head each, in the layout's order, none much over `GROUP_BYTES`.
 
-def _encode_head(
-    block: HeadBlock,
-    head: int,
-    rows: slice,
-    layer: LayerLayout,
-    layout: TraceLayout,
-    schema: pa.Schema,
-    *,
-    exact: bool,
-) -> pa.RecordBatch:
-    kv_head = layer.kv_heads[head]
-    count = rows.stop - rows.start
-    first = block.first_position + rows.start
+        Raises
+        ------
+        BeaconScopeError
+            For vectors that the trace's type does not hold; see `to_vector_type`.
+        """
+        for start in range(0, len(block.query), self._rows):
+            rows = slice(start, min(start + self._rows, len(block.query)))
+            for head, kv_head in enumerate(self._layer.kv_heads):
+                yield self._encode_head(block, head, kv_head, rows)
 
-    def vectors(values: npt.NDArray[Any], column: str) -> pa.Array:
-        converted = to_vector_type(values[rows, head], layout.vector_type, exact=exact)
-        return fixed_size_list(converted, schema.field(column).type)
-
-    def numbers(column: str) -> pa.Array:
-        return fixed_size_list(getattr(block, column)[rows, head], schema.field(column).type)
-
-    columns = {
-        "kv_head": pa.array(np.full(count, kv_head, np.int16)),
-        "position": pa.array(np.arange(first, first + count, dtype=np.int32)),
-        "query": vectors(block.query, "query"),
-        "key": vectors(block.key, "key"),
-    }
-    if block.value is not None and layer.value_size is not None:
-        columns["value"] = vectors(block.value, "value")
-    for name in ("beacon", "beacon_similarity", "mass_sink", "mass_local", "mass_distant", "hit_position", "hit_mass"):
-        columns[name] = numbers(name)
-    span = range(first, first + count)
-    changes = [change for change in block.beacon_changes if change.kv_head == kv_head and change.position in span]
-    evictions = [eviction for eviction in block.evictions if eviction.kv_head == kv_head and eviction.position in span]
-    columns["beacons"] = _encode_changes(changes, first, count, schema.field("beacons").type)
-    columns["evicted"] = _encode_evictions(evictions, first, count, schema.field("evicted").type)
-    return pa.record_batch([columns[name] for name in schema.names], schema=schema)
+    def _encode_head(self, block: HeadBlock, head: int, kv_head: int, rows: slice) -> pa.RecordBatch:
+        count = rows.stop - rows.start
+        first = block.first_position + rows.start
+        columns = {
+            "kv_head": pa.array(np.full(count, kv_head, np.int16)),
+            "position": pa.array(np.arange(first, first + count, dtype=np.int32)),
+        }
+        for name in ("query", "key", "value"):
+            if name in self.schema.names:
+                vectors = to_vector_type(getattr(block, name)[rows, head], self._vector_type, exact=self._exact)
+                columns[name] = _fixed_size_lists(vectors, self.schema.field(name).type)
+        for name in _NUMBERS:
+            columns[name] = _fixed_size_lists(getattr(block, name)[rows, head], self.schema.field(name).type)
+        span = range(first, first + count)
+        changes = [event for event in block.beacon_changes if event.kv_head == kv_head and event.position in span]
+        evictions = [event for event in block.evictions if event.kv_head == kv_head and event.position in span]
+        columns["beacons"] = _encode_changes(changes, first, count, self.schema.field("beacons").type)
+        columns["evicted"] = _encode_evictions(evictions, first, count, self.schema.field("evicted").type)
+        return pa.record_batch([columns[name] for name in self.schema.names], schema=self.schema)
 
 
-def fixed_size_list(values: npt.NDArray[Any], kind: pa.DataType) -> pa.Array:
+def _fixed_size_lists(values: npt.NDArray[Any], kind: pa.DataType) -> pa.Array:
     """Turn an array [T, ...] into T lists of type ``kind``."""
     flat = np.ascontiguousarray(values).reshape(-1)
     items = pa.array(flat.astype(kind.value_type.to_pandas_dtype(), copy=False))
@@ -114,6 +105,8 @@ def fixed_size_list(values: npt.NDArray[Any], kind: pa.DataType) -> pa.Array:
 
 def _encode_changes(changes: Sequence[BeaconChange], first: int, count: int, kind: pa.DataType) -> pa.Array:
     """Put changes of the beacons into their rows. A later change of a row replaces an earlier one of the same heads."""
+    if not changes:
+        return pa.nulls(count, kind)
     by_row: dict[int, list[BeaconChange]] = {}
     for change in changes:
         by_row.setdefault(change.position - first, []).append(change)
@@ -129,7 +122,7 @@ def _encode_changes(changes: Sequence[BeaconChange], first: int, count: int, kin
         row_parts.reverse()
         lengths[row] = sum(int(kept.sum()) for _, kept in row_parts)
         parts += row_parts
-    values = pa.concat_arrays([_beacon_structs(change, kept) for change, kept in parts] or [pa.array([], BEACON_TYPE)])
+    values = pa.concat_arrays([_beacon_structs(change, kept) for change, kept in parts])
     return _ragged(values, lengths, np.array([row in by_row for row in range(count)], np.bool_), kind)
 
 
@@ -156,6 +149,8 @@ def _beacon_structs(change: BeaconChange, kept: npt.NDArray[np.bool_]) -> pa.Arr
 
 
 def _encode_evictions(evictions: Sequence[Eviction], first: int, count: int, kind: pa.DataType) -> pa.Array:
+    if not evictions:
+        return pa.nulls(count, kind)
     by_row: dict[int, list[npt.NDArray[np.int32]]] = {}
     for eviction in evictions:
         by_row.setdefault(eviction.position - first, []).append(np.asarray(eviction.evicted, np.int32))
@@ -163,7 +158,7 @@ def _encode_evictions(evictions: Sequence[Eviction], first: int, count: int, kin
     lengths = np.zeros(count, np.int32)
     for row, evicted in rows.items():
         lengths[row] = len(evicted)
-    values = pa.array(np.concatenate([*rows.values(), np.zeros(0, np.int32)]))
+    values = pa.array(np.concatenate(list(rows.values())))
     return _ragged(values, lengths, np.array([row in rows for row in range(count)], np.bool_), kind)
 
 

@@ -102,16 +102,20 @@ def _write(found: Recovered, path: Path, layout: TraceLayout, metadata: Mapping[
         described["text"] = b"".join(columns["token_bytes"].to_pylist()).decode("utf-8", "replace")
     total = found.length * sum(len(layer.kv_heads) for layer in layout.layers)
     done = 0
-    with pq.ParquetWriter(
-        path,
-        schema.with_metadata({METADATA_KEY: dump_metadata(described)}),
-        compression="zstd",
-        compression_level=_ZSTD_LEVEL,
-        use_dictionary=_DICTIONARY,
-        column_encoding=_encodings(schema),
-        write_statistics=["layer", "kv_head", "position"],
-        write_page_checksum=True,
-    ) as writer:
+    # A file of our own, because the writer forgets to close its own where the disk refuses the footer.
+    with (
+        pa.OSFile(str(path), "wb") as file,
+        pq.ParquetWriter(
+            file,
+            schema.with_metadata({METADATA_KEY: dump_metadata(described)}),
+            compression="zstd",
+            compression_level=_ZSTD_LEVEL,
+            use_dictionary=_DICTIONARY,
+            column_encoding=_encodings(schema),
+            write_statistics=["layer", "kv_head", "position"],
+            write_page_checksum=True,
+        ) as writer,
+    ):
         for layer, index in zip(layout.layers, found.layers, strict=True):
             size = rows_per_group(layer, layout)
             for head, kv_head in enumerate(layer.kv_heads):

@@ -15,6 +15,9 @@ from beaconscope.trace.schema import LayerLayout, TraceLayout
 _MAGIC = b"PAR1"
 MOST_POSITIONS = int(np.iinfo(np.int32).max)
 
+UNREADABLE = (OSError, ValueError, KeyError, IndexError, TypeError, OverflowError, MemoryError, pa.ArrowException)
+"""What pyarrow raises for bytes that are no Parquet; the footer has no checksum, so anything may stand in it."""
+
 
 def check_file(path: Path) -> None:
     """Say in plain words why a path cannot be a whole Parquet file."""

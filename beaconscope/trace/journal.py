@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 import uuid
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
@@ -15,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from beaconscope.errors import BeaconScopeError
-from beaconscope.trace.encode import encode_heads, encode_tokens
+from beaconscope.trace.encode import HeadEncoder, encode_tokens
 from beaconscope.trace.finalize import Progress, scan, write_trace
 from beaconscope.trace.folder import JournalFolder, journal_path, os_reason
 from beaconscope.trace.metadata import check_layout, check_types, layout_to_json, plain
@@ -26,10 +28,12 @@ from beaconscope.trace.schema import (
     HeadBlock,
     TokenBlock,
     TraceLayout,
-    journal_schema,
     token_schema,
 )
 from beaconscope.trace.stream import StreamWriter
+
+_LONGEST_WAY = 1.0
+"""Seconds a block may be on its way to the disk before `append` waits for it."""
 
 _TOKENS = -1
 """Stands for the token stream where the others are named by their layer."""
@@ -38,9 +42,10 @@ _TOKENS = -1
 class Journal:
     """A recording on its way to the disk; make one with `Journal.create`.
 
-    Blocks are handed to a writer thread, which encodes and appends them at once, so what is appended is safe from a
-    kill of the process within milliseconds. Arrays of a block must not be changed after they were handed over. A
-    journal is used by one thread.
+    Blocks are handed to a writer thread, which encodes and appends them at once: as a rule what is appended is safe
+    from a kill of the process within milliseconds, and where the writer falls behind, `append` waits before the oldest
+    block has been on its way for more than a second. Arrays of a block must not be changed after they were handed
+    over. A journal is used by one thread.
 
     As a context manager it closes itself. A journal that was not finalised stays on the disk for
     ``beaconscope recover``.
@@ -55,13 +60,14 @@ class Journal:
         self._metadata = metadata
         self._next = {_TOKENS: 0} | {layer.layer: 0 for layer in layout.layers}
         self._closed = False
-        streams = {_TOKENS: StreamWriter(folder.tokens_path, token_schema())}
-        for layer in layout.layers:
-            streams[layer.layer] = StreamWriter(folder.layer_path(layer.layer), journal_schema(layer, layout))
         # A model that computes in float32 is traced in float16 only by wish: then rounding is what was wished for.
         model = metadata.get("model", {})
         exact = "float32" not in str(model.get("dtype", ""))
-        self._writer = _Writer(streams, layout, queue_bytes, exact=exact)
+        encoders = {layer.layer: HeadEncoder(layer, layout, exact=exact) for layer in layout.layers}
+        streams = {_TOKENS: StreamWriter(folder.tokens_path, token_schema())}
+        for number, encoder in encoders.items():
+            streams[number] = StreamWriter(folder.layer_path(number), encoder.schema)
+        self._writer = _Writer(streams, encoders, queue_bytes)
 
     @classmethod
     def create(
@@ -280,20 +286,20 @@ class Journal:
 
 
 class _Writer:
-    """The thread that encodes and appends, fed through a queue that is bounded in bytes."""
+    """The thread that encodes and appends, fed through a queue that is bounded in bytes and in time."""
 
     def __init__(
-        self, streams: Mapping[int, StreamWriter], layout: TraceLayout, queue_bytes: int, *, exact: bool
+        self, streams: Mapping[int, StreamWriter], encoders: Mapping[int, HeadEncoder], queue_bytes: int
     ) -> None:
         self.written = dict.fromkeys(streams, 0)
         """Positions that each stream has handed to the operating system."""
         self.failure: BaseException | None = None
         """What stopped the thread; it takes no more blocks then."""
         self._streams = streams
-        self._layout = layout
+        self._encoders = encoders
         self._queue_bytes = queue_bytes
-        self._exact = exact
-        self._queue: deque[tuple[int, TokenBlock | HeadBlock, int] | None] = deque()
+        # A block leaves the queue when it is written. None ends the thread.
+        self._queue: deque[_Item | None] = deque()
         self._queued = 0
         self._changed = threading.Condition()
         # A daemon, so that a program that dies of something else is not kept alive by its journal.
@@ -301,14 +307,11 @@ class _Writer:
         self._thread.start()
 
     def put(self, stream: int, block: TokenBlock | HeadBlock, size: int) -> None:
-        """Queue a block; wait while more than the bound is queued."""
+        """Queue a block; wait while too much is queued or for too long."""
         with self._changed:
-            # One block may be larger than the bound; it has the queue to itself then.
-            self._changed.wait_for(
-                lambda: self.failure is not None or not self._queued or self._queued + size <= self._queue_bytes
-            )
+            self._changed.wait_for(lambda: self.failure is not None or self._has_room(size))
             if self.failure is None:
-                self._queue.append((stream, block, size))
+                self._queue.append(_Item(stream, block, size, time.monotonic()))
                 self._queued += size
                 self._changed.notify_all()
 
@@ -324,25 +327,30 @@ class _Writer:
             except OSError as error:
                 self.failure = self.failure or error
 
+    def _has_room(self, size: int) -> bool:
+        oldest = self._queue[0] if self._queue else None
+        if oldest is None:
+            return True  # for a block larger than the bound too: it has the queue to itself then
+        return self._queued + size <= self._queue_bytes and time.monotonic() - oldest.since < _LONGEST_WAY
+
     def _run(self) -> None:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: bool(self._queue))
-                item = self._queue.popleft()
+                item = self._queue[0]
             if item is None:
                 return
-            stream, block, size = item
             try:
-                self._write(stream, block)
+                self._write(item.stream, item.block)
             except BaseException as error:  # raised again in the thread that appends
                 with self._changed:
                     self.failure = error
                     self._queue.clear()
-                    self._queued = 0
                     self._changed.notify_all()
                 return
             with self._changed:
-                self._queued -= size
+                self._queue.popleft()
+                self._queued -= item.size
                 self._changed.notify_all()
 
     def _write(self, stream: int, block: TokenBlock | HeadBlock) -> None:
@@ -350,9 +358,19 @@ class _Writer:
             self._streams[stream].write([encode_tokens(block)])
             self.written[stream] = block.first_position + len(block.token_id)
         else:
-            for batch in encode_heads(block, self._layout, exact=self._exact):
+            for batch in self._encoders[stream].encode(block):
                 self._streams[stream].write([batch])
             self.written[stream] = block.first_position + len(block.query)
+
+
+@dataclass(frozen=True)
+class _Item:
+    """A block on its way."""
+
+    stream: int
+    block: TokenBlock | HeadBlock
+    size: int
+    since: float
 
 
 def _remove_if_possible(folder: JournalFolder) -> None:

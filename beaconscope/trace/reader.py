@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -21,6 +20,7 @@ from beaconscope.errors import BeaconScopeError
 from beaconscope.trace.folder import os_reason
 from beaconscope.trace.footer import (
     MOST_POSITIONS,
+    UNREADABLE,
     check_file,
     check_rows,
     damaged,
@@ -29,6 +29,9 @@ from beaconscope.trace.footer import (
 )
 from beaconscope.trace.metadata import METADATA_KEY, parse_metadata
 from beaconscope.trace.schema import Eviction, LayerLayout, TraceLayout, parquet_schema
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 
 @dataclass(frozen=True)
@@ -195,6 +198,8 @@ class Trace:
             the last change; ``vector``, a float32 array or None where ``source`` gives it. A change replaces all
             beacons of the query heads that it names.
         """
+        import pandas as pd  # here, because a recording needs none and starts sooner without
+
         table = self._read(layer, kv_head, ["position", "beacons"])
         column = _chunk(table, "beacons")
         changed = np.flatnonzero(np.asarray(column.is_valid()))
@@ -267,6 +272,8 @@ class Trace:
         DataFrame
             position, query_head, rank (0 is the most attended), hit_position, mass.
         """
+        import pandas as pd
+
         shape = self._layer(layer)
         table = self._read(layer, kv_head, ["position", "hit_head", "hit_position", "hit_mass"])
         row, head, rank = self._hit_places(table, shape)
@@ -297,7 +304,7 @@ class Trace:
             with pq.ParquetFile(self.path, metadata=self._footer, page_checksum_verification=True) as file:
                 table = file.read_row_groups(groups, columns=list(columns))
             table.validate(full=True)
-        except (OSError, pa.ArrowException) as error:
+        except UNREADABLE as error:
             raise damaged(self.path, os_reason(error)) from error
         if not np.array_equal(np.asarray(_chunk(table, "position")), np.arange(self.length)):
             raise damaged(
@@ -363,11 +370,15 @@ def load_trace(path: str | Path) -> Trace:
     path = Path(path)
     check_file(path)
     try:
-        with pq.ParquetFile(path) as file:
-            footer = file.metadata
-            columns = file.schema_arrow
-    except (OSError, pa.ArrowException) as error:
-        raise BeaconScopeError(f"{path} cannot be read: {os_reason(error)}; record it again") from error
+        return _open(path)
+    except UNREADABLE as error:
+        raise damaged(path, os_reason(error)) from error
+
+
+def _open(path: Path) -> Trace:
+    with pq.ParquetFile(path) as file:
+        footer = file.metadata
+        columns = file.schema_arrow
     described = footer.metadata or {}
     if METADATA_KEY not in described:
         raise BeaconScopeError(f"{path} is a Parquet file but no BeaconScope trace; give a file that `record` wrote")

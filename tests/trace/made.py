@@ -28,6 +28,13 @@ SMALL = TraceLayout(
     hits=3,
 )
 
+
+def many_layers(count: int) -> TraceLayout:
+    """A layout of ``count`` layers alike."""
+    layers = tuple(LayerLayout(layer, (0, 1), 2, 16, 16) for layer in range(count))
+    return TraceLayout(layers, "float32", 3)
+
+
 METADATA: dict[str, Any] = {
     "model": {"id": "tiny", "revision": None, "config": {"layers": 4}, "dtype": "bfloat16", "parameters": 1000},
     "tokenizer": {"id": "tiny"},
@@ -94,9 +101,7 @@ class Made:
 
     def tokens(self, first: int, stop: int) -> TokenBlock:
         rows = slice(first, stop)
-        return TokenBlock(
-            first, self.token_id[rows], self.token_bytes[rows], self.logprob[rows], self.entropy[rows]
-        )
+        return TokenBlock(first, self.token_id[rows], self.token_bytes[rows], self.logprob[rows], self.entropy[rows])
 
     def append(self, journal: Journal, first: int, stop: int) -> None:
         """Hand positions ``first`` to ``stop`` to a journal, as a recording does."""
