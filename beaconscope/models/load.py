@@ -63,16 +63,18 @@ def load_model(options: LoadOptions) -> LoadedModel:
         tokenizer = AutoTokenizer.from_pretrained(source, **common)
         model = AutoModelForCausalLM.from_pretrained(source, **common, **loading)
         if device is not None:
-            model = model.to(device)
+            model.to(device)  # type: ignore[arg-type]  # the library wraps the method and loses its type
     except torch.OutOfMemoryError:
         raise BeaconScopeError(
-            f"{options.model} does not fit into the memory of {device}; give --dtype bfloat16, --device-map auto or another device"
+            f"{options.model} does not fit into the memory of {device}; give --dtype bfloat16, --device-map auto or another "
+            "device"
         ) from None
     except (OSError, ValueError, ImportError, RuntimeError, KeyError, TypeError) as error:
         # What the library says runs over many lines; the first says what is wrong.
         first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise BeaconScopeError(f"cannot load the model {options.model}: {first}") from error
-    return LoadedModel(model.eval(), tokenizer, options.model, options.revision)
+    model.train(False)
+    return LoadedModel(model, tokenizer, options.model, options.revision)
 
 
 def pick_device(name: str) -> torch.device:

@@ -16,8 +16,8 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 def token_bytes(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[bytes]:
     """The bytes that each token stands for in a text.
 
-    A byte-level token may hold part of a character; joined, the bytes of consecutive tokens are the text. Special tokens
-    give their name.
+    A byte-level token may hold part of a character; joined, the bytes of consecutive tokens are the text. Special
+    tokens give their name.
 
     Parameters
     ----------
@@ -41,7 +41,7 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[
         elif kinds:
             result.append(piece.replace("▁", " ").encode())
         else:
-            result.append(tokenizer.decode([index]).encode())
+            result.append(str(tokenizer.decode([index])).encode())
     return result
 
 

@@ -1,7 +1,7 @@
 """Run a model token by token on a batch of prompts, drawing the next tokens or forcing given ones.
 
-The loop waits for the device only to see whether sequences have ended: at every token on a CPU, where nothing is queued, and
-once in a while on an accelerator, where the tokens drawn past an end are dropped.
+The loop waits for the device only to see whether sequences have ended: at every token on a CPU, where nothing is
+queued, and once in a while on an accelerator, where the tokens drawn past an end are dropped.
 """
 
 from __future__ import annotations
@@ -224,7 +224,8 @@ class _Draw:
         """Tokens [B] drawn from ``logits`` [B, V]."""
         if self._greedy:
             return logits.argmax(dim=-1)
-        probabilities = self._processors(self._ids, logits).softmax(dim=-1)
+        scores = self._processors(self._ids, logits)  # type: ignore[arg-type]
+        probabilities = scores.softmax(dim=-1)
         token = torch.cat(
             [
                 torch.multinomial(row, 1, generator=stream)

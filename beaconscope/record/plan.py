@@ -13,7 +13,7 @@ from beaconscope.kv.policies import BeaconKV, Full
 from beaconscope.models import TappedModel
 from beaconscope.record.options import RecordOptions
 from beaconscope.record.selection import select
-from beaconscope.trace import LayerLayout, TraceLayout, estimate_bytes, free_bytes
+from beaconscope.trace import LayerLayout, TraceLayout, disk_bytes, estimate_bytes, free_bytes
 
 _WORTH_A_HINT = 256 << 20
 
@@ -57,9 +57,10 @@ def make_plan(
     layout = make_layout(tapped, options)
     notes: list[str] = []
     limit = _fit_context(tapped, options, max(prompt_lengths), forced, notes)
-    sizes = [estimate_bytes(layout, length + limit) for length in prompt_lengths]
-    # The journal holds the vectors unpacked until the file is made from it.
-    needed, free = 2 * sum(sizes), free_bytes(folder)
+    dtype = str(tapped.model.dtype)
+    sizes = [estimate_bytes(layout, length + limit, model_dtype=dtype) for length in prompt_lengths]
+    needed = sum(disk_bytes(layout, length + limit, model_dtype=dtype) for length in prompt_lengths)
+    free = free_bytes(folder)
     remedy = "fewer --layers or --heads, --no-values or --dtype-trace float16 make it smaller"
     if needed > free:
         raise BeaconScopeError(
@@ -131,8 +132,8 @@ def _fit_context(tapped: TappedModel, options: RecordOptions, prompt: int, force
         ]
         if limits and prompt + limit > min(limits):
             raise BeaconScopeError(
-                f"past {min(limits)} tokens this model changes its rotary frequencies, and pre-RoPE queries are not known; give "
-                f"--max-new-tokens at most {max(min(limits) - prompt, 0)}, or --query-space post-rope"
+                f"past {min(limits)} tokens this model changes its rotary frequencies, so that its pre-RoPE queries are not "
+                f"known; give --max-new-tokens at most {max(min(limits) - prompt, 0)}, or --query-space post-rope"
             )
     return limit
 

@@ -1,8 +1,8 @@
 """Record: a model, a cache, a tap and a journal, put together.
 
 Data flows one way: :class:`~beaconscope.record.generate.Generation` drives the model, whose cache tells the
-:class:`~beaconscope.record.recorder.Recorder` of every step; what it gathers goes to one journal for each sequence, which
-becomes the trace at the end.
+:class:`~beaconscope.record.recorder.Recorder` of every step; what it gathers goes to one journal for each sequence,
+which becomes the trace at the end.
 """
 
 from __future__ import annotations
@@ -114,8 +114,8 @@ def record_prompts(
 ) -> list[Path]:
     """Record many prompts, one trace each: ``folder/ID.parquet``.
 
-    Prompts whose trace is there are skipped, so that an interrupted run goes on where it stopped; ``force`` records them anew.
-    Prompts with a completion of their own are run one at a time, the others ``batch_size`` together.
+    Prompts whose trace is there are skipped, so that an interrupted run goes on where it stopped; ``force`` records
+    them anew. Prompts with a completion of their own are run one at a time, the others ``batch_size`` together.
 
     Returns
     -------

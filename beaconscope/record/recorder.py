@@ -1,8 +1,8 @@
 """What a recording takes from a cache: queries, keys, values, hits and masses of every step, beacons and evictions.
 
-A step costs a few small operations on the device. What they give waits there until :meth:`Recorder.drain`, which copies it to
-the host in one go; copies from a GPU go to pinned memory, and the blocks made from one drain are handed over at the next, so
-that nothing waits for the device.
+A step costs a few small operations on the device. What they give waits there until :meth:`Recorder.drain`, which copies
+it to the host in one go; copies from a GPU go to pinned memory, and the blocks made from one drain are handed over at
+the next, so that nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -217,7 +217,7 @@ class HeadCopy:
                 (change.position, _to_host(source), _to_host(change.members[:, heads]), _to_host(vector))
             )
         changes.clear()
-        self._done = torch.cuda.Event() if self.on_device else None
+        self._done = torch.cuda.Event() if self.on_device else None  # type: ignore[no-untyped-call]
         if self._done is not None:
             self._done.record()
 
