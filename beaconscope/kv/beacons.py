@@ -26,6 +26,14 @@ Selector = Literal["fps", "kmeans", "random", "none"]
 QuerySpace = Literal["pre-rope", "post-rope"]
 Rotation = Literal["current", "own"]
 
+_TIE = 1e-5
+"""Cosines closer than this are equal: the same token gives the first layer the same query each time, up to rounding."""
+
+
+def _first_largest(cosine: Tensor) -> Tensor:
+    """Index of the largest value in the last dimension, kept as one; the lowest index in a tie."""
+    return (cosine >= cosine.amax(dim=-1, keepdim=True) - _TIE).to(torch.uint8).argmax(dim=-1, keepdim=True)
+
 
 def farthest_points(points: Tensor, count: int) -> Tensor:
     """Choose points by farthest-point sampling on cosine distance, starting from the last one.
@@ -52,7 +60,7 @@ def farthest_points(points: Tensor, count: int) -> Tensor:
     for _ in range(count - 1):
         row = similarity.gather(-2, chosen.unsqueeze(-1).expand(*chosen.shape, similarity.shape[-1])).squeeze(-2)
         distance = torch.minimum(distance, 1 - row).scatter_(-1, chosen, float("-inf"))
-        chosen = distance.argmax(dim=-1, keepdim=True)
+        chosen = _first_largest(distance)
         order.append(chosen)
     return torch.cat(order, dim=-1)
 
@@ -178,8 +186,9 @@ class BeaconTracker:
             self.assignments.append(Assignment(none, torch.full(shape, float("nan"), device=query.device)))
             return
         cosine = normalize(query, dim=-1) @ normalize(self.current.vector, dim=-1).transpose(-1, -2)  # [R, H, G, T, K]
-        similarity, beacon = cosine.max(dim=-1)
-        self.assignments.append(Assignment(beacon, similarity))
+        nearest = _first_largest(cosine)
+        beacon = nearest.squeeze(-1)
+        self.assignments.append(Assignment(beacon, cosine.gather(-1, nearest).squeeze(-1)))
         assert self._members is not None
         self._members.scatter_add_(-1, beacon, torch.ones_like(beacon))
 
@@ -258,7 +267,7 @@ class _Centroids:
                 self._held += 1
                 continue
             x = unit[:, :, :, t].unsqueeze(-1)  # [R, H, G, D, 1]
-            nearest = (self._unit @ x).squeeze(-1).argmax(dim=-1, keepdim=True)  # [R, H, G, 1]
+            nearest = _first_largest((self._unit @ x).squeeze(-1))  # [R, H, G, 1]
             members = self._members.gather(-1, nearest) + 1
             at = nearest.unsqueeze(-1).expand(*nearest.shape, self._unit.shape[-1])
             centroid = self._unit.gather(3, at)

@@ -213,42 +213,56 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         """
         incoming, self._incoming = self._incoming, None
         assert incoming is not None and self.positions is not None
-        tokens = query.shape[3]
-        log = self.policy.needs_queries and tokens == 1 and self.lanes[0].seen > 0
-        if not log:
+        tokens, first = query.shape[3], self.lanes[0].seen == 0
+        waits = self.policy.needs_queries and tokens == 1 and not first
+        if not waits:
             self.flush()
+        watched = self.observer is not None or self.policy.needs_attention or (self.policy.needs_queries and not waits)
         for number, lane in enumerate(self.lanes):
-            rows, first = lane.rows, lane.seen == 0
+            rows = lane.rows
             skipped = rows.padding if first else 0
-            entries = slice(skipped, None) if first else slice(0, lane.count + tokens)
             positions = self._positions_of(lane, incoming, tokens - skipped)
-            step = AttentionStep(
-                rows=rows.index,
-                first_position=lane.seen,
-                query=rows.take(query)[:, :, :, skipped:],
-                key=rows.take(key)[:, :, entries],
-                value=rows.take(value)[:, :, entries],
-                key_positions=positions.expand(-1, key.shape[1], -1),
-                scaling=info.scaling,
-                **step_options,
-            )
-            if self.observer is not None:
-                self.observer.attended(self.layer, number, step)
-            if self.policy.needs_attention:
-                lane.state.attend(step)
-            if self.policy.needs_queries and not log:
-                lane.state.observe(QueryBlock(step.query, lane.seen, together=True))
-            lane.count += step.tokens
-            lane.seen += step.tokens
+            if watched:
+                entries = slice(skipped, None) if first else slice(0, lane.count + tokens)
+                step = AttentionStep(
+                    rows=rows.index,
+                    first_position=lane.seen,
+                    query=rows.take(query)[:, :, :, skipped:],
+                    key=rows.take(key)[:, :, entries],
+                    value=rows.take(value)[:, :, entries],
+                    key_positions=positions.expand(-1, key.shape[1], -1),
+                    scaling=info.scaling,
+                    **step_options,
+                )
+                self._show(number, lane, step, waits)
+            lane.count += tokens - skipped
+            lane.seen += tokens - skipped
             if first:
                 self._store_first(lane, incoming, positions)
-        if log:
+        if waits:
             self._log_queries(query)
         capacity = self.policy.capacity
         for number, lane in enumerate(self.lanes):
             if capacity is not None and lane.count >= capacity:
                 self.flush()
-                self._compress(number, lane, incoming, key, value, info, lane.seen == tokens - lane.rows.padding)
+                self._compress(number, lane, incoming, key, value, info, first)
+            elif incoming.wide is not None:
+                self._store_again(lane, incoming.wide)
+
+    def _show(self, number: int, lane: Lane, step: AttentionStep, waits: bool) -> None:
+        """Let the observer and the policy see a step of a lane."""
+        if self.observer is not None:
+            self.observer.attended(self.layer, number, step)
+        if self.policy.needs_attention:
+            lane.state.attend(step)
+        if self.policy.needs_queries and not waits:
+            lane.state.observe(QueryBlock(step.query, lane.seen, together=True))
+
+    def _store_again(self, lane: Lane, wide: tuple[Tensor, Tensor, Tensor]) -> None:
+        """Put a lane that does fit back into the buffers, where another one of the batch did not."""
+        assert self.keys is not None and self.values is not None and self.positions is not None
+        for buffer, part in zip((self.keys, self.values, self.positions), wide, strict=True):
+            lane.rows.put(buffer, 0, lane.rows.take(part)[:, :, : lane.count])
 
     def _positions_of(self, lane: Lane, incoming: _Incoming, new: int) -> Tensor:
         """Positions of all entries of a lane, the new ones included, [R, Hs, N]."""

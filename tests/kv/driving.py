@@ -19,6 +19,7 @@ from tests.reference.beacon_kv import (
     Compression,
     Settings,
     Simulation,
+    check_reservoir,
     keep,
     observe,
     score,
@@ -26,8 +27,6 @@ from tests.reference.beacon_kv import (
     steps,
 )
 from tests.reference.rotary import unrotate
-
-BLOCK_LIMIT = 128
 
 
 class IllConditioned(Exception):
@@ -183,7 +182,7 @@ def _check_head(run: Run, r: int, h: int, expected: Simulation) -> None:
         for ours, theirs in zip(run.changes, changes, strict=True):
             _check_change(ours, theirs, r, h)
     np.testing.assert_array_equal(run.assignment[r, h].T, expected.assignment)
-    np.testing.assert_allclose(run.similarity[r, h].T, expected.similarity, atol=1e-5)
+    np.testing.assert_allclose(run.similarity[r, h].T, expected.similarity, atol=5e-5)
 
 
 def changes_of(simulation: Simulation) -> list[BeaconChange]:
@@ -195,7 +194,7 @@ def changes_of(simulation: Simulation) -> list[BeaconChange]:
 def _check_change(ours: BeaconChanged, theirs: BeaconChange, r: int, h: int) -> None:
     for g, beacons in enumerate(theirs.beacons):
         assert ours.beacons.source[r, h, g].tolist() == [b.source for b in beacons]
-        np.testing.assert_allclose(ours.beacons.vector[r, h, g], [b.vector for b in beacons], rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(ours.beacons.vector[r, h, g], [b.vector for b in beacons], rtol=0, atol=1e-4)
         assert ours.members[r, h, g].tolist() == theirs.members[g]
 
 
@@ -218,19 +217,18 @@ def _check_random_head(
     run: Run, r: int, h: int, q: np.ndarray, k: np.ndarray, expected: Simulation, settings: Settings, rope: dict
 ) -> None:
     """Take the beacons that were drawn, and let the reference score and keep with them."""
-    from tests.reference.beacon_kv import check_reservoir
-
     assert run.positions == [c.position for c in expected.compressions]
     seen = q
     if settings.query_space == "pre-rope":
         seen = unrotate(q.swapaxes(0, 1), np.arange(len(q)), **rope).swapaxes(0, 1)
     cached: list[int] = []
     compressions = []
+    seen_until = 0
     for position, kept, change in zip(run.positions, run.kept, run.changes, strict=True):
         assert change.position == position
         beacons = drawn_beacons(change, r, h)
-        last = cached[-1] if cached else -1
-        cached += range(last + 1, position + 1)
+        cached += range(seen_until, position + 1)
+        seen_until = position + 1
         recent = q[max(position + 1 - settings.recent, 0) : position + 1]
         observation = [observe(recent[:, g], beacons[g], position, settings, **rope) for g in range(recent.shape[1])]
         wanted = keep(cached, score(observation, k[cached], settings), settings)

@@ -115,6 +115,12 @@ def cosines(vectors: ArrayLike, one: ArrayLike) -> Array:
     return np.sum(normalise(vectors) * normalise(one), axis=-1)  # type: ignore[no-any-return]
 
 
+def first_largest(values: ArrayLike, tie: float = 1e-5) -> int:
+    """Index of the largest of ``values`` [N]; the lowest index among those that rounding may have moved below it."""
+    values = np.asarray(values)
+    return int(np.argmax(values >= values.max() - tie))
+
+
 def farthest_points(vectors: ArrayLike, count: int) -> list[int]:
     """Farthest-point sampling on cosine distance among ``vectors`` [N, D], newest last.
 
@@ -128,7 +134,7 @@ def farthest_points(vectors: ArrayLike, count: int) -> list[int]:
     chosen: list[int] = []
     distance = np.full(len(vectors), np.inf)
     while len(chosen) < min(count, len(vectors)):
-        new = int(np.argmax(distance)) if chosen else len(vectors) - 1
+        new = first_largest(distance) if chosen else len(vectors) - 1
         chosen.append(new)
         distance = np.minimum(distance, 1 - cosines(vectors, vectors[new]))
         distance[chosen] = -np.inf
@@ -178,7 +184,7 @@ class OnlineKMeans:
             self.sizes.append(1)
             self.norms.append(float(np.linalg.norm(query)))
             return False
-        j = int(np.argmax(cosines(self.centroids, query)))
+        j = first_largest(cosines(self.centroids, query))
         self.sizes[j] += 1
         self.centroids[j] = normalise(self.centroids[j] + (normalise(query) - self.centroids[j]) / self.sizes[j])
         self.norms[j] += (float(np.linalg.norm(query)) - self.norms[j]) / self.sizes[j]
@@ -333,7 +339,7 @@ def simulate(
             for g in range(group):
                 if current[g]:
                     similar = cosines([b.vector for b in current[g]], seen[t, g])
-                    nearest = int(np.argmax(similar))
+                    nearest = first_largest(similar)
                     result.assignment[t, g], result.similarity[t, g] = nearest, similar[nearest]
                     members[g][nearest] += 1
                 # The pools of a group fill in step, so one thinned means all thinned.
