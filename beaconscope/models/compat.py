@@ -8,5 +8,5 @@ from transformers import PreTrainedModel
 
 
 def cache_argument(model: PreTrainedModel) -> str:
-    """The name under which a model takes its cache: ``past_key_values`` in transformers 5.2, ``cache`` in newer ones."""
+    """Name under which a model takes its cache: ``past_key_values`` in transformers 5.2, ``cache`` in later ones."""
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"

@@ -66,8 +66,8 @@ def load_model(options: LoadOptions) -> LoadedModel:
             model.to(device)  # type: ignore[arg-type]  # the library wraps the method and loses its type
     except torch.OutOfMemoryError:
         raise BeaconScopeError(
-            f"{options.model} does not fit into the memory of {device}; give --dtype bfloat16, --device-map auto or another "
-            "device"
+            f"{options.model} does not fit into the memory of {device}; give --dtype bfloat16, --device-map auto or "
+            "another device"
         ) from None
     except (OSError, ValueError, ImportError, RuntimeError, KeyError, TypeError) as error:
         # What the library says runs over many lines; the first says what is wrong.

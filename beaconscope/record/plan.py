@@ -132,7 +132,7 @@ def _fit_context(tapped: TappedModel, options: RecordOptions, prompt: int, force
         ]
         if limits and prompt + limit > min(limits):
             raise BeaconScopeError(
-                f"past {min(limits)} tokens this model changes its rotary frequencies, so that its pre-RoPE queries are not "
+                f"past {min(limits)} tokens this model changes its rotary frequencies, so its pre-RoPE queries are not "
                 f"known; give --max-new-tokens at most {max(min(limits) - prompt, 0)}, or --query-space post-rope"
             )
     return limit
