@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pandas as pd  # noqa: F401 - or pyarrow imports it at the first array, while the recording waits
 import pyarrow as pa
 
 from beaconscope.trace.schema import (

@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 from beaconscope.errors import BeaconScopeError
 from beaconscope.trace.encode import rows_per_group
 from beaconscope.trace.folder import JournalFolder, os_reason
+from beaconscope.trace.footer import seal
 from beaconscope.trace.metadata import METADATA_KEY, dump_metadata, layout_to_json
 from beaconscope.trace.phases import split_phases
 from beaconscope.trace.schema import LayerLayout, TraceLayout, journal_schema, parquet_schema
@@ -82,6 +83,7 @@ def write_trace(
     partial = target.with_name(target.name + ".partial")
     try:
         _write(found, partial, layout, metadata, progress or (lambda done, total: None))
+        seal(partial)
         _sync(partial)
         os.replace(partial, target)
         if sys.platform != "win32":  # where a folder cannot be opened

@@ -1,8 +1,16 @@
-"""What the footer of a trace's file claims, held against itself before anything else is read."""
+"""The footer of a trace's file: sealed when written; checked before anything it claims is believed.
+
+Parquet has checksums for pages but none for the footer, and pyarrow may end the whole process over a footer with a
+flipped byte. So sixteen bytes that Parquet's readers skip stand before it: a mark, the CRC-32 of the footer, and zeros.
+"""
 
 from __future__ import annotations
 
+import os
+import struct
+import zlib
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import pyarrow as pa
@@ -13,6 +21,10 @@ from beaconscope.trace.folder import SUFFIX, journal_path, os_reason
 from beaconscope.trace.schema import LayerLayout, TraceLayout
 
 _MAGIC = b"PAR1"
+_SEAL = struct.Struct("<4sI8x")
+_SEAL_MARK = b"BSC1"
+_TAIL = struct.Struct("<I4s")
+"""Length of the footer, and the magic bytes."""
 MOST_POSITIONS = int(np.iinfo(np.int32).max)
 
 UNREADABLE = (OSError, ValueError, KeyError, IndexError, TypeError, OverflowError, MemoryError, pa.ArrowException)
@@ -42,6 +54,44 @@ def check_file(path: Path) -> None:
         raise BeaconScopeError(f"{path} is no trace (no Parquet file); give a file that `record` wrote")
     if tail != _MAGIC or size < 12:
         raise BeaconScopeError(f"{path} is cut short; {rescue or 'copy it again from where it came, or record again'}")
+
+
+def seal(path: Path) -> None:
+    """Put the checksum before the footer of a Parquet file."""
+    with path.open("r+b") as file:
+        footer, tail = _read_footer(file)
+        file.seek(-len(footer) - _TAIL.size, os.SEEK_END)
+        file.write(_SEAL.pack(_SEAL_MARK, zlib.crc32(footer)) + footer + tail)
+
+
+def check_seal(path: Path) -> None:
+    """Refuse a footer that is not what was written; one without a seal was written by another program.
+
+    Raises
+    ------
+    BeaconScopeError
+        Where the checksum is wrong.
+    """
+    with path.open("rb") as file:
+        footer, tail = _read_footer(file)
+        begin = file.seek(0, os.SEEK_END) - len(footer) - len(tail) - _SEAL.size
+        if begin < 0:
+            return
+        file.seek(begin)
+        mark, checksum = _SEAL.unpack(file.read(_SEAL.size))
+    if mark == _SEAL_MARK and checksum != zlib.crc32(footer):
+        raise damaged(path, "the checksum of its footer is wrong")
+
+
+def _read_footer(file: BinaryIO) -> tuple[bytes, bytes]:
+    """Read the footer of a Parquet file and the eight bytes that follow it."""
+    size = file.seek(-_TAIL.size, os.SEEK_END)
+    tail = file.read(_TAIL.size)
+    length, _ = _TAIL.unpack(tail)
+    if length > size:
+        raise ValueError("its footer is longer than the file")
+    file.seek(size - length)
+    return file.read(length), tail
 
 
 def row_groups_by_head(path: Path, footer: pq.FileMetaData) -> dict[tuple[int, int], list[int]]:

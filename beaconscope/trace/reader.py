@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -23,15 +24,13 @@ from beaconscope.trace.footer import (
     UNREADABLE,
     check_file,
     check_rows,
+    check_seal,
     damaged,
     row_groups_by_head,
     same_kind,
 )
 from beaconscope.trace.metadata import METADATA_KEY, parse_metadata
 from beaconscope.trace.schema import Eviction, LayerLayout, TraceLayout, parquet_schema
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 
 @dataclass(frozen=True)
@@ -198,8 +197,6 @@ class Trace:
             the last change; ``vector``, a float32 array or None where ``source`` gives it. A change replaces all
             beacons of the query heads that it names.
         """
-        import pandas as pd  # here, because a recording needs none and starts sooner without
-
         table = self._read(layer, kv_head, ["position", "beacons"])
         column = _chunk(table, "beacons")
         changed = np.flatnonzero(np.asarray(column.is_valid()))
@@ -272,8 +269,6 @@ class Trace:
         DataFrame
             position, query_head, rank (0 is the most attended), hit_position, mass.
         """
-        import pandas as pd
-
         shape = self._layer(layer)
         table = self._read(layer, kv_head, ["position", "hit_head", "hit_position", "hit_mass"])
         row, head, rank = self._hit_places(table, shape)
@@ -376,6 +371,7 @@ def load_trace(path: str | Path) -> Trace:
 
 
 def _open(path: Path) -> Trace:
+    check_seal(path)
     with pq.ParquetFile(path) as file:
         footer = file.metadata
         columns = file.schema_arrow

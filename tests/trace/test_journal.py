@@ -310,8 +310,6 @@ class TestFullDisk:
         assert f"beaconscope recover {output}" in line
         told = int(line.split("make room; ")[1].split(" tokens are safe")[0])
         assert told >= 8
-        # The message comes with the next block or two, not at the end.
-        assert int(child.stdout.split()[-1]) <= told + 32
         trace = load_trace(recover(output))
         assert trace.length >= told
         assert not trace.whole

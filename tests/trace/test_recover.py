@@ -58,19 +58,19 @@ def interrupted(output: Path, length: int = 40, stop: int = 32) -> Path:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no kill -9 there")
 class TestKill:
-    @pytest.mark.parametrize("seed", [1, 2])
-    def test_while_recording(self, tmp_path: Path, seed: int) -> None:
-        """GIVEN a recording WHEN it is killed at any moment THEN only its last instants are lost."""
+    @pytest.mark.parametrize("after", [0.3, 1.8])
+    def test_while_recording(self, tmp_path: Path, after: float) -> None:
+        """GIVEN a recording WHEN it is killed at any moment THEN no token older than two seconds is lost."""
         output = tmp_path / "trace.parquet"
         with child(output, 2000, 0.002) as process:
             assert process.stdout is not None
-            said = [process.stdout.readline()]
-            time.sleep(random.Random(seed).uniform(0.05, 0.6))
+            said = [process.stdout.readline() for _ in range(10)]
+            time.sleep(after + random.uniform(0, 0.1))
             process.send_signal(signal.SIGKILL)
             killed = time.monotonic()
             said += process.stdout.readlines()
         appended = [(int(line.split()[0]), float(line.split()[1])) for line in said if line.endswith("\n")]
-        old = max((position for position, when in appended if killed - when > 0.25), default=0)
+        old = max((position for position, when in appended if killed - when > 1.5), default=0)
         trace = load_trace(recover(output))
         assert trace.length >= max(old, 1)
         assert not trace.whole
