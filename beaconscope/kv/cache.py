@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from typing import Any
 
 import torch
@@ -16,7 +17,17 @@ from beaconscope.kv.layer import CompressedLayer, Observer, Rows
 from beaconscope.kv.policies import BeaconKV, Policy
 from beaconscope.kv.rotary import Rotary
 from beaconscope.kv.step import AttentionStep
-from beaconscope.models.tap import AttentionInputs, LayerCall, LayerInfo, TappedCache, TappedModel, tap
+from beaconscope.models.tap import (
+    AttentionInputs,
+    LayerCall,
+    LayerInfo,
+    TappedCache,
+    TappedModel,
+    attention_modules,
+    tap,
+)
+
+_OTHER_MODEL = "this cache was made for another model; make one for the model that it is used with"
 
 
 class CompressedCache(TappedCache):
@@ -45,7 +56,10 @@ class CompressedCache(TappedCache):
         self._config = tapped.model.config
         self._backend = tapped.backend
         self._rotary = [_rotary_for(policy, info) for info in self._info]
+        # Weak, so that a copy of the cache is no copy of the model.
+        self._modules = {layer: weakref.ref(module) for layer, module in attention_modules(tapped.model).items()}
         self._rows: list[Rows] = []
+        self._called: int | None = None  # layer whose attention is being computed
         super().__init__(layers=self._new_layers())
 
     def _new_layers(self) -> list[Any]:
@@ -116,9 +130,32 @@ class CompressedCache(TappedCache):
 
     def begin(self, call: LayerCall) -> None:
         """See :class:`~beaconscope.models.tap.TappedCache`."""
-        layer = self.layers[call.layer]
-        if isinstance(layer, CompressedLayer) and layer._incoming is not None:
-            raise BeaconScopeError("the last forward pass of this cache was cut short; call reset() before another one")
+        known = self._modules.get(call.layer)
+        if known is None or known() is not call.module:
+            raise BeaconScopeError(_OTHER_MODEL)
+        if call.layer == self._info[0].layer:
+            layers: list[Any] = self.layers
+            if len({layer.get_seq_length() for layer in layers}) > 1 or any(
+                layer.interrupted for layer in self.compressed_layers
+            ):
+                raise BeaconScopeError(
+                    "the last forward pass of this cache was cut short; call reset() before another one"
+                )
+        self._called = call.layer
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Add new entries to a layer; see :meth:`beaconscope.kv.layer.CompressedLayer.update`."""
+        if self._called != layer_idx:
+            raise BeaconScopeError(_OTHER_MODEL)
+        rows = sum(rows.size for rows in self._rows)
+        if rows and key_states.shape[0] != rows:
+            raise BeaconScopeError(
+                f"the cache holds {rows} sequences and was given a batch of {key_states.shape[0]}; call reset() before "
+                "another batch"
+            )
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def mask_for(self, call: LayerCall, query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor | None:
         """See :class:`~beaconscope.models.tap.TappedCache`."""
@@ -129,11 +166,12 @@ class CompressedCache(TappedCache):
         if not layer.lanes:
             if not self._rows:
                 self._rows = _rows_by_length(call, query.shape[0], tokens)
-            self._check_padding(mask, tokens, query.device)
+            if layer is self.compressed_layers[0]:
+                self._check_padding(mask, tokens, query.shape[0])
             layer.begin(self._rows, self._heads(call.layer, key, query.device))
             return mask
-        if tokens > 1 and mask is not None and mask.dim() == 4:
-            self._check_later(mask, tokens)
+        if layer is self.compressed_layers[0]:
+            self._check_later(call, layer, mask, tokens)
         visible = layer.visible(tokens)
         if visible is not None and self._backend == "flash_attention_2":
             if len(layer.lanes) > 1:
@@ -199,7 +237,7 @@ class CompressedCache(TappedCache):
             follow=self.observer is not None and self.observer.wants(layer),
         )
 
-    def _check_padding(self, mask: Tensor | None, tokens: int, device: torch.device) -> None:
+    def _check_padding(self, mask: Tensor | None, tokens: int, batch: int) -> None:
         """Refuse a first pass whose padding the positions do not tell."""
         if mask is None:
             if any(rows.padding for rows in self._rows):
@@ -207,29 +245,64 @@ class CompressedCache(TappedCache):
                     "position_ids speak of padding and the attention mask of none; pass both, or neither"
                 )
             return
-        seen = mask[:, 0, -1, -tokens:] if mask.dim() == 4 else mask[:, -tokens:]
-        seen = seen if seen.dtype == torch.bool else (seen >= 0 if seen.is_floating_point() else seen > 0)
-        for rows in self._rows:
-            expected = torch.arange(tokens, device=device) >= rows.padding
-            if not torch.equal(rows.take(seen.expand(max(seen.shape[0], 1), -1)), expected.expand(rows.size, -1)) and (
-                rows.index is not None or seen.shape[0] == rows.size
-            ):
-                raise BeaconScopeError(
-                    "only padding on the left, with position_ids that count from each prompt's first token, can be "
-                    "compressed; set tokenizer.padding_side = 'left' (generate makes such position_ids)"
-                )
+        seen = _real(mask, tokens).expand(batch, tokens)
+        column = torch.arange(tokens, device=seen.device)
+        if not all(bool((rows.take(seen) == (column >= rows.padding)).all()) for rows in self._rows):
+            raise BeaconScopeError(
+                "only padding on the left, with position_ids that count from each prompt's first token, can be "
+                "compressed; set tokenizer.padding_side = 'left' (generate makes such position_ids)"
+            )
 
-    def _check_later(self, mask: Tensor, tokens: int) -> None:
-        """Refuse padding among tokens that are fed onto a cache."""
-        seen = mask[:, 0, -1, -tokens:]
-        if not bool((seen if seen.dtype == torch.bool else seen >= 0).all()):
+    def _check_later(self, call: LayerCall, layer: CompressedLayer, mask: Tensor | None, tokens: int) -> None:
+        """Refuse padding among tokens that are fed onto a cache, and positions that do not follow on."""
+        if tokens > 1 and mask is not None and not bool(_real(mask, tokens).all()):
             raise BeaconScopeError(
                 "padding after the first pass cannot be compressed; feed turns of equal length, or one at a time"
             )
+        given = call.position_ids
+        # A look at the numbers would make a GPU wait at every token.
+        if given is None or given.dim() != 2 or (tokens == 1 and given.device.type != "cpu"):
+            return
+        for lane in layer.lanes:
+            ends = given[:, -1] if given.shape[0] == 1 else lane.rows.take(given)[:, -1]
+            if not bool((ends == lane.seen + tokens - 1).all()):
+                raise BeaconScopeError(
+                    f"position_ids end at {int(ends[0])} where the cache, which has seen {lane.seen} tokens, expects "
+                    f"{lane.seen + tokens - 1}; go on counting where the last pass ended, or call reset() before "
+                    "another text"
+                )
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Reorder the sequences for beam search."""
+        self._refuse_lanes()
+        super().reorder_cache(beam_idx)  # type: ignore[arg-type]
+        self._count_rows(len(beam_idx))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep only some sequences."""
+        self._refuse_lanes()
+        super().batch_select_indices(indices)
+        self._count_rows(len(indices))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each sequence."""
+        self._refuse_lanes()
+        super().batch_repeat_interleave(repeats)
+        self._count_rows(sum(rows.size for rows in self._rows) * repeats)
+
+    def _refuse_lanes(self) -> None:
+        if len(self._rows) > 1:
+            raise BeaconScopeError(
+                "a batch of prompts of different lengths cannot be reordered; give prompts one at a time"
+            )
+
+    def _count_rows(self, size: int) -> None:
+        self._rows = [Rows(None, size, rows.padding) for rows in self._rows]
 
     def reset(self) -> None:
         """Forget everything, for another generation."""
         self._rows = []
+        self._called = None
         self.layers = self._new_layers()
 
     @property
@@ -260,6 +333,12 @@ class BeaconCache(CompressedCache):
         if unknown:
             raise BeaconScopeError(f"BeaconCache has no option {unknown[0]!r}; it has {', '.join(sorted(known))}")
         super().__init__(model, BeaconKV(**options))
+
+
+def _real(mask: Tensor, tokens: int) -> Tensor:
+    """Which of the newest ``tokens`` columns of a mask are no padding, bool [B or 1, T]."""
+    seen = mask[:, 0, -1, -tokens:] if mask.dim() == 4 else mask[:, -tokens:]
+    return seen >= 0 if seen.is_floating_point() else seen.bool()  # an additive mask is 0 where a token is seen
 
 
 def _rotary_for(policy: Policy, info: LayerInfo) -> Rotary:

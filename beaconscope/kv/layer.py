@@ -113,6 +113,11 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self._logged = 0
 
     @property
+    def interrupted(self) -> bool:
+        """Whether a forward pass ended between :meth:`update` and :meth:`absorb`."""
+        return self._incoming is not None
+
+    @property
     def stored(self) -> int:
         """Slots in use in the fullest lane."""
         return max((lane.count for lane in self.lanes), default=0)
@@ -136,11 +141,6 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Add T new entries and return all that is to be attended: keys [B, H, N, D] and values [B, H, N, Dv]."""
-        if self._incoming is not None:
-            raise BeaconScopeError(
-                "the model does not tell this cache what it attends to; make the cache for the model that it is used "
-                "with"
-            )
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self._incoming = _Incoming(key_states, value_states)
@@ -349,6 +349,10 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
         """Columns of the mask for a step, and the index of the first; transformers 5.2 hands over positions."""
         tokens = query_length if isinstance(query_length, int) else int(query_length.shape[0])
+        if not tokens:
+            raise BeaconScopeError(
+                f"no token is new to the cache, which has seen {self.get_seq_length()}; call reset() for another text"
+            )
         return self.stored + tokens, self.get_seq_length() - self.stored
 
     def get_seq_length(self) -> int:
@@ -368,13 +372,9 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self.lanes, self._incoming, self._logged = [], None, 0
 
     def select_rows(self, rows: Tensor) -> None:
-        """Go on with the sequences ``rows``, int64 [B']."""
+        """Go on with the sequences ``rows``, int64 [B'], of a batch of one lane."""
         if not self.lanes:
             return
-        if len(self.lanes) > 1:
-            raise BeaconScopeError(
-                "a batch of prompts of different lengths cannot be reordered; give prompts one at a time"
-            )
         assert self.keys is not None and self.values is not None and self.positions is not None
         self.flush()
         index = rows.to(self.device)

@@ -72,11 +72,20 @@ def _spread(queries: Tensor) -> Tensor:
     return (queries - queries[:1]).abs().max()
 
 
+def function_beside(module: nn.Module, name: str) -> Any:
+    """The function ``name`` of the file that a module's class, or one that it derives from, is written in."""
+    for kind in type(module).__mro__:
+        found = getattr(sys.modules[kind.__module__], name, None)
+        if found is not None:
+            return found
+    return None
+
+
 def _candidates(
     module: nn.Module, position_embeddings: tuple[Tensor, Tensor], positions: Tensor, model: nn.Module, size: int
 ) -> list[Rotary]:
     """Readings of the model's own rotary function: on the whole head, or on its last dimensions (latent attention)."""
-    apply: Any = getattr(sys.modules[type(module).__module__], "apply_rotary_pos_emb", None)
+    apply = function_beside(module, "apply_rotary_pos_emb")
     if apply is None:
         return []
     cos, _ = position_embeddings
@@ -151,7 +160,8 @@ def _frequencies(
         limit = None
         if kind in ("dynamic", "longrope"):
             limit = _original_context(owner, model)
-        inv_freq = buffer.detach().float().cpu()
+        # A copy: dynamic rotary changes its buffer as a sequence grows.
+        inv_freq = buffer.detach().float().cpu().clone()
         cos = (positions.float().cpu()[:, None] * inv_freq).cos() * scaling  # [P, F]
         width = len(inv_freq)
         given = position_embeddings[0].float().cpu().reshape(len(positions), -1)[:, :width]

@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +25,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from beaconscope.errors import BeaconScopeError
 from beaconscope.kv.rotary import Rotary
 from beaconscope.models.compat import cache_argument
-from beaconscope.models.rotary import PROBE_POSITIONS, RotaryMismatch, derive_rotary
+from beaconscope.models.rotary import PROBE_POSITIONS, RotaryMismatch, derive_rotary, function_beside
 
 PREFIX = "beaconscope_"
 BACKENDS = ("eager", "sdpa", "flash_attention_2")
@@ -215,7 +214,7 @@ def _tapped(backend: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
 
 def _backend_function(backend: str, module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:
     if backend == "eager":  # each architecture has its own
-        return sys.modules[type(module).__module__].eager_attention_forward  # type: ignore[no-any-return]
+        return function_beside(module, "eager_attention_forward")  # type: ignore[no-any-return]
     return ALL_ATTENTION_FUNCTIONS[backend]  # type: ignore[no-any-return]
 
 
