@@ -74,7 +74,7 @@ def _lines(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 def _more(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "options", _settings(summary["options"])
-    yield "seconds", ", ".join(f"{name} {value}" for name, value in summary["timings"].items())
+    yield "timings", ", ".join(_timing(name, value) for name, value in summary["timings"].items() if value is not None)
     yield "memory", ", ".join(f"{name} {in_bytes(value)}" for name, value in summary["peak_memory"].items() if value)
     yield "versions", ", ".join(f"{name} {value}" for name, value in summary["versions"].items())
 
@@ -92,8 +92,19 @@ def _layers(layers: list[Mapping[str, Any]]) -> str:
     return "; ".join(f"{','.join(map(str, numbers))} ({shape})" for shape, numbers in shapes.items())
 
 
+def _timing(name: str, value: float) -> str:
+    seconds = name.endswith("_seconds")
+    return f"{name.removesuffix('_seconds').replace('_', ' ')} {value:.3g}{' s' if seconds else ''}"
+
+
 def _settings(values: Mapping[str, Any]) -> str:
-    return printable(", ".join(f"{name}={value}" for name, value in values.items() if value is not None))
+    """Names with their values, those of a group after its own name; what is not set is left out."""
+    parts = [
+        f"{name}: {_settings(value)}" if isinstance(value, Mapping) else f"{name}={value}"
+        for name, value in values.items()
+        if value is not None
+    ]
+    return printable(", ".join(parts))
 
 
 def _joined(parts: Iterable[str | None]) -> str:
