@@ -63,6 +63,7 @@ class RecordOptions:
     hits: int = 8
     values: bool = True
     vector_type: Literal["auto", "float16", "float32"] = "auto"
+    """Of queries, keys and values in the trace; ``auto`` is float32, in which every model's are exact."""
     sink_positions: int = 4
     """The first positions, whose mass is ``mass_sink``."""
     local_window: int = 128

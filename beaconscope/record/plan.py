@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
-import torch
 
 from beaconscope.errors import BeaconScopeError
 from beaconscope.kv.policies import BeaconKV, Full
@@ -23,8 +21,8 @@ class Plan:
     """What a recording will hold."""
 
     layout: TraceLayout
-    limit: int
-    """New tokens at most; less than was asked for where the model's context ends."""
+    limits: tuple[int, ...]
+    """New tokens of each prompt at most; less than was asked for where the model's context ends."""
     bytes: int
     """Estimated size of the largest trace."""
     notes: tuple[str, ...]
@@ -56,23 +54,25 @@ def make_plan(
     """
     layout = make_layout(tapped, options)
     notes: list[str] = []
-    limit = _fit_context(tapped, options, max(prompt_lengths), forced, notes)
+    limits = tuple(_fit_context(tapped, options, length, forced, notes) for length in prompt_lengths)
+    totals = [length + limit for length, limit in zip(prompt_lengths, limits, strict=True)]
     dtype = str(tapped.model.dtype)
-    sizes = [estimate_bytes(layout, length + limit, model_dtype=dtype) for length in prompt_lengths]
-    needed = sum(disk_bytes(layout, length + limit, model_dtype=dtype) for length in prompt_lengths)
+    size = estimate_bytes(layout, max(totals), model_dtype=dtype)
+    needed = sum(disk_bytes(layout, total, model_dtype=dtype) for total in totals)
     free = free_bytes(folder)
-    remedy = "fewer --layers or --heads, --no-values or --dtype-trace float16 make it smaller"
+    remedy = "fewer --layers or --heads, or --no-values, make it smaller"
     if needed > free:
         raise BeaconScopeError(
             f"the trace may need {_size(needed)} with its journal, but {folder} has {_size(free)} free; {remedy}"
         )
     heads = sum(len(layer.kv_heads) for layer in layout.layers)
+    longest = totals.index(max(totals))
     text = (
-        f"The trace takes at most about {_size(max(sizes))}: {len(layout.layers)} layers, {heads} KV heads in all, "
-        f"{max(prompt_lengths)} + {limit} tokens"
+        f"The trace takes at most about {_size(size)}: {len(layout.layers)} layers, {heads} KV heads in all, "
+        f"{prompt_lengths[longest]} + {limits[longest]} tokens"
     )
-    notes.append(text + (f"; {remedy}." if max(sizes) > _WORTH_A_HINT else "."))
-    return Plan(layout, limit, max(sizes), tuple(notes))
+    notes.append(text + (f"; {remedy}." if size > _WORTH_A_HINT else "."))
+    return Plan(layout, limits, size, tuple(dict.fromkeys(notes)))
 
 
 def make_layout(tapped: TappedModel, options: RecordOptions) -> TraceLayout:
@@ -96,11 +96,8 @@ def make_layout(tapped: TappedModel, options: RecordOptions) -> TraceLayout:
                 value_size=info.value_size if options.values else None,
             )
         )
-    vector_type: Literal["float16", "float32"]
-    if options.vector_type == "auto":
-        vector_type = "float32" if tapped.model.dtype in (torch.float32, torch.float64) else "float16"
-    else:
-        vector_type = options.vector_type
+    # float32 holds what any model computes, and what bfloat16 leaves empty in it compresses to less than float16 takes.
+    vector_type = "float32" if options.vector_type == "auto" else options.vector_type
     return TraceLayout(tuple(layers), vector_type, options.hits)
 
 
