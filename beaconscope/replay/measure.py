@@ -2,8 +2,8 @@
 
 For a head the attention of a block of queries on all keys is computed once. An entry that a setting evicts stays
 evicted, so a setting is one number for each entry: the last position that still found it
-(:class:`~.simulate.Lifetimes`). For a block the entries that outlive it form a mask matrix [N, C], and one product gives
-the retained mass of all C settings; the few entries that go within the block are added by hand.
+(:class:`~.simulate.Lifetimes`). For a block the entries that outlive it form a mask matrix [N, C], and one product
+gives the retained mass of all C settings; the few entries that go within the block are added by hand.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class MeasureOptions:
     regret_mass: float = 0.05
     """A query that gives an evicted entry at least this much regrets it."""
     output_every: int = 16
-    """Measure the output error of every so many queries, and of every TRT; it costs more than all the rest. 0: never."""
+    """Measure the output error of every so many queries, and of every TRT; it costs more than the rest. 0: never."""
 
     def __post_init__(self) -> None:
         if self.hits < 1:
@@ -48,7 +48,7 @@ class MeasureOptions:
 
 @dataclass(frozen=True)
 class HeadMeasures:
-    """Of one KV head and C settings, for each of Q decoding queries: means over its query heads, NaN if not measured."""
+    """Of one KV head and C settings, for each of Q decoding queries: means over its query heads, NaN for none."""
 
     positions: npt.NDArray[np.int64]  # [Q]
     mass: npt.NDArray[np.float32]  # [C, Q], share of the query's attention that went to what was kept, 0 to 1
