@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-
 from beaconscope.errors import BeaconScopeError
 from beaconscope.kv.policies import BeaconKV, Full
 from beaconscope.models import TappedModel
