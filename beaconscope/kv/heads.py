@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from beaconscope.kv.rotary import Rotary
 
@@ -22,6 +23,12 @@ class HeadInfo:
     scaling: float
     device: torch.device
     rotary: Rotary
+    softcap: float | None = None
+    """Logits are squashed to ``softcap * tanh(logit / softcap)`` where a model does so."""
+    sink_logit: Tensor | None = None
+    """Learned logits that take a share of the softmax and attend to nothing (gpt-oss), [H, G]."""
+    prompt: int = 0
+    """Tokens of the prompt: what is there before anything is generated."""
     shared: bool = False
     """The heads share one stored entry (latent attention), so they have to keep the same set."""
     follow: bool = False

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+_BLOCK_BYTES = 32 << 20
+"""Attention of many tokens is computed in blocks of at most this size."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +27,7 @@ class AttentionStep:
     query: Tensor  # [R, H, G, T, D], post-RoPE
     key: Tensor  # [R, H, N, D], post-RoPE
     value: Tensor  # [R, H, N, Dv]
-    key_positions: Tensor  # [R, H, N], int64
+    key_positions: Tensor  # [R, H, N], int64; -1 where a head holds fewer than N
     scaling: float
     softcap: float | None = None
     """Logits are squashed to ``softcap * tanh(logit / softcap)`` where a model does so."""
@@ -31,6 +35,10 @@ class AttentionStep:
     """Learned logits that take a share of the softmax and attend to nothing (gpt-oss), [H, G]."""
     window: int | None = None
     """A query of a sliding layer sees this many positions, its own included."""
+    kinds: Tensor | None = None
+    """Kinds of the T new tokens, uint8 [R, T] (:class:`~beaconscope.kv.kinds.TokenKind`), where a policy needs them."""
+    padded: bool = False
+    """Heads may hold fewer than N entries."""
 
     @property
     def tokens(self) -> int:
@@ -55,16 +63,33 @@ class AttentionStep:
         logits = logits.view(r, h, g, t, n) * self.scaling
         if self.softcap is not None:
             logits = self.softcap * torch.tanh(logits / self.softcap)
-        if self.tokens > 1 or self.window is not None:
+        if self.tokens > 1 or self.window is not None or self.padded:
             logits = logits.masked_fill(~self._visible(start, t), float("-inf"))
         if self.sink_logit is None:
             return logits.softmax(dim=-1)
         sink = self.sink_logit.float()[None, :, :, None, None].expand(r, h, g, t, 1)
         return torch.cat([logits, sink], dim=-1).softmax(dim=-1)[..., :-1]
 
+    def blocks(self, start: int = 0) -> Iterator[tuple[int, Tensor]]:
+        """Attention of the new tokens from ``start`` on, in blocks of bounded size.
+
+        Yields
+        ------
+        int
+            First token of the block.
+        Tensor
+            Its :meth:`attention`, [R, H, G, t, N].
+        """
+        r, h, g, t, _ = self.query.shape
+        size = max(1, _BLOCK_BYTES // (4 * r * h * g * self.key.shape[2]))
+        for first in range(start, t, size):
+            yield first, self.attention(first, min(first + size, t))
+
     def _visible(self, start: int, count: int) -> Tensor:
         """Which entries new token ``start + i`` may see, bool [R, H, 1, count, N]."""
         position = self.first_position + start + torch.arange(count, device=self.key.device)
         back = position[:, None] - self.key_positions[:, :, None, None, :]  # [R, H, 1, count, N]
         visible = back >= 0
+        if self.padded:
+            visible = visible & (self.key_positions >= 0)[:, :, None, None, :]
         return visible if self.window is None else visible & (back < self.window)

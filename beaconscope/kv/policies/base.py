@@ -31,7 +31,7 @@ class CacheView:
 
     key: Tensor  # [R, H, N, D], post-RoPE
     value: Tensor  # [R, H, N, Dv]
-    positions: Tensor  # [R, H, N], int64, ascending
+    positions: Tensor  # [R, H, N], int64, ascending; -1 where a head of a ragged policy holds fewer than N
     newest: int
     """Position of the newest entry, which is the current position."""
 
@@ -44,6 +44,11 @@ class CacheView:
 class PolicyState(ABC):
     """What a policy remembers of one layer, for R sequences of equal length."""
 
+    def __init__(self, policy: Policy) -> None:
+        self.capacity: int | None = policy.capacity
+        """Entries of the fullest head at which the next compression fires; None for never."""
+        self._budget = policy.budget
+
     def observe(self, block: QueryBlock) -> None:
         """See the queries of a block. Every query comes once, in order; where blocks are cut makes no difference."""
 
@@ -54,8 +59,15 @@ class PolicyState(ABC):
     def keep(self, view: CacheView) -> Tensor:
         """Decide a compression: bool [R, H, N], True for the entries to keep."""
 
+    def kept_size(self, size: int) -> int:
+        """Entries that each head keeps of ``size``, asked before :meth:`keep`; never of a ragged policy."""
+        return min(self._budget, size)
+
     def evicted(self, index: Tensor) -> None:
-        """Follow a compression: slot ``j`` now holds what slot ``index[..., j]`` held, int64 [R, H, K]."""
+        """Follow a compression: slot ``j`` now holds what slot ``index[..., j]`` held, int64 [R, H, K].
+
+        A ragged policy's heads keep their entries in the last slots; the index is -1 in the slots before.
+        """
 
     def select_rows(self, rows: Tensor) -> None:
         """Keep the sequences ``rows`` (int64 [R'], repeats allowed), for beam search."""
@@ -75,6 +87,15 @@ class Policy(ABC):
     """Paper that the rule is from."""
     needs_attention: ClassVar[bool] = False
     """Its states see every step with its attention (:meth:`PolicyState.attend`)."""
+    needs_kinds: ClassVar[bool] = False
+    """The steps tell its states which tokens are special and which are punctuation."""
+    live: ClassVar[bool] = True
+    """Usable in a live cache. Where not, replay hands :meth:`PolicyState.keep` every position so far each time, and
+    what it drops may come back."""
+    ragged: ClassVar[bool] = False
+    """Its heads keep different numbers of entries."""
+    unused: ClassVar[frozenset[str]] = frozenset()
+    """Fields that have no meaning for it."""
 
     budget: int = 1024
     """B, entries kept after a compression."""
@@ -101,17 +122,52 @@ class Policy(ABC):
         return False
 
     @property
+    def needs_rotary(self) -> bool:
+        """Its states undo or redo the rotary embedding, which a model has to let them know."""
+        return False
+
+    @property
+    def evicts(self) -> bool:
+        """Something may be evicted."""
+        return True
+
+    @property
     def capacity(self) -> int | None:
-        """B + I, the most entries a head holds between steps; None where nothing is evicted."""
+        """B + I, the most entries a head holds between steps; None where no number bounds them."""
         return self.budget + self.interval
 
     @abstractmethod
     def start(self, heads: HeadInfo) -> PolicyState:
         """A fresh state for the heads of one layer."""
 
+    @classmethod
+    def parameters(cls) -> tuple[str, ...]:
+        """Names of the fields that mean something for it, in order."""
+        return tuple(field.name for field in dataclasses.fields(cls) if field.name not in cls.unused)
+
     def params(self) -> dict[str, object]:
         """The fields by name, as plain values."""
         return dataclasses.asdict(self)
+
+    def check_live(self) -> None:
+        """Refuse a live cache where the policy works in replay only.
+
+        Raises
+        ------
+        UsageError
+            Where it does.
+        """
+        if not self.live:
+            raise UsageError(
+                f"{self.name} works in replay only; record with --cache full and give replay --policy {self.name}"
+            )
+
+    def _check_least(self, **least: int) -> None:
+        """Refuse fields below the least value given for each; None passes."""
+        for name, low in least.items():
+            value = getattr(self, name)
+            if value is not None and value < low:
+                raise UsageError(f"{name.replace('_', '-')} is {value}; give at least {low}")
 
 
 def keep_highest(scores: Tensor, protected: Tensor, budget: int, shared: bool = False) -> Tensor:

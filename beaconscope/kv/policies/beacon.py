@@ -31,6 +31,7 @@ class BeaconKVState(PolicyState):
     """The beacons and the most recent queries of one layer."""
 
     def __init__(self, policy: BeaconKV, heads: HeadInfo) -> None:
+        super().__init__(policy)
         self._policy = policy
         self._heads = heads
         self.tracker = BeaconTracker(policy.beacon_settings, heads)
@@ -133,6 +134,10 @@ class BeaconKV(Policy):
     @property
     def needs_queries(self) -> bool:
         return True
+
+    @property
+    def needs_rotary(self) -> bool:
+        return self.query_space == "pre-rope"
 
     @property
     def protected(self) -> int:

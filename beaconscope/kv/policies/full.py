@@ -18,15 +18,17 @@ class ShadowState(PolicyState):
     """Beacons chosen when BeaconKV would have fired, while every entry stays."""
 
     def __init__(self, shadow: BeaconKV, heads: HeadInfo) -> None:
-        self._capacity = shadow.budget + shadow.interval
-        self._budget = shadow.budget
+        super().__init__(shadow)
+        # The shadow's budget bounds nothing: no compression ever fires.
+        self._fires_at = shadow.budget + shadow.interval
+        self.capacity = None
         self._held = 0
         self.tracker = BeaconTracker(shadow.beacon_settings, heads)
 
     @property
     def room(self) -> int:
         """Tokens that may be fed before the shadow would compress."""
-        return self._capacity - self._held
+        return self._fires_at - self._held
 
     def observe(self, block: QueryBlock) -> None:
         total = block.query.shape[3]
@@ -37,7 +39,7 @@ class ShadowState(PolicyState):
             self.tracker.observe(block.query[:, :, :, start : start + count], block.first_position + start)
             start += count
             self._held += count
-            if self._held >= self._capacity:
+            if self._held >= self._fires_at:
                 self.tracker.choose(block.first_position + start - 1)
                 self._held = self._budget
 
@@ -63,6 +65,8 @@ class Full(Policy):
     summary: ClassVar[str] = "keeps every entry"
     source: ClassVar[str] = "the model's own cache"
 
+    unused: ClassVar[frozenset[str]] = frozenset({"budget", "interval", "shadow"})
+
     shadow: BeaconKV | None = None
 
     @property
@@ -70,8 +74,16 @@ class Full(Policy):
         return self.shadow is not None
 
     @property
+    def needs_rotary(self) -> bool:
+        return self.shadow is not None and self.shadow.needs_rotary
+
+    @property
+    def evicts(self) -> bool:
+        return False
+
+    @property
     def capacity(self) -> int | None:
         return None
 
     def start(self, heads: HeadInfo) -> PolicyState:
-        return FullState() if self.shadow is None else ShadowState(self.shadow, heads)
+        return FullState(self) if self.shadow is None else ShadowState(self.shadow, heads)

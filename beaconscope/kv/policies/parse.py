@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import types
 import typing
@@ -11,12 +10,50 @@ from collections.abc import Mapping
 from beaconscope.errors import UsageError
 from beaconscope.kv.policies.base import Policy
 from beaconscope.kv.policies.beacon import BeaconKV
+from beaconscope.kv.policies.bigbird import BigBird
+from beaconscope.kv.policies.etc import ETC
+from beaconscope.kv.policies.expected_attention import ExpectedAttention
+from beaconscope.kv.policies.fastgen import FastGen
 from beaconscope.kv.policies.full import Full
+from beaconscope.kv.policies.h2o import H2O
+from beaconscope.kv.policies.keydiff import KeyDiff
+from beaconscope.kv.policies.knorm import Knorm
+from beaconscope.kv.policies.lazy_eviction import LazyEviction
+from beaconscope.kv.policies.longformer import Longformer
+from beaconscope.kv.policies.oracle import Oracle
 from beaconscope.kv.policies.random_eviction import RandomEviction
+from beaconscope.kv.policies.rkv import RKV
+from beaconscope.kv.policies.rpc import RPC
+from beaconscope.kv.policies.scissorhands import ScissorHands
+from beaconscope.kv.policies.snapkv import SnapKV
 from beaconscope.kv.policies.streaming_llm import StreamingLLM
+from beaconscope.kv.policies.tova import TOVA
 
 POLICIES: Mapping[str, type[Policy]] = types.MappingProxyType(
-    {policy.name: policy for policy in (BeaconKV, Full, StreamingLLM, RandomEviction)}
+    {
+        policy.name: policy
+        for policy in (
+            BeaconKV,
+            Full,
+            StreamingLLM,
+            RandomEviction,
+            H2O,
+            ScissorHands,
+            FastGen,
+            SnapKV,
+            TOVA,
+            RKV,
+            RPC,
+            LazyEviction,
+            KeyDiff,
+            Knorm,
+            ExpectedAttention,
+            Longformer,
+            BigBird,
+            ETC,
+            Oracle,
+        )
+    }
 )
 """Every policy by its name."""
 
@@ -42,7 +79,7 @@ def parse_policy(text: str, **defaults: object) -> Policy:
         raise UsageError(f"there is no policy {name!r}; {_nearest(name, POLICIES)}")
     kind = POLICIES[name]
     hints = typing.get_type_hints(kind)
-    fields = {field.name: hints[field.name] for field in dataclasses.fields(kind) if field.name != "shadow"}
+    fields = {field: hints[field] for field in kind.parameters()}
     values = {key: value for key, value in defaults.items() if key in fields}
     for part in filter(None, (part.strip() for part in rest.split(","))):
         key, equals, value = (piece.strip() for piece in part.partition("="))

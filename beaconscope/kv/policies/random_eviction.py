@@ -18,6 +18,7 @@ class RandomEvictionState(PolicyState):
     """One stream of random numbers for each KV head, so that a head draws the same whichever heads are at hand."""
 
     def __init__(self, policy: RandomEviction, heads: HeadInfo) -> None:
+        super().__init__(policy)
         self._policy = policy
         self._heads = heads
         self._streams = [np.random.default_rng([policy.seed, heads.layer, head]) for head in heads.kv_heads]

@@ -16,6 +16,7 @@ class StreamingLLMState(PolicyState):
     """Needs no memory: position decides."""
 
     def __init__(self, policy: StreamingLLM) -> None:
+        super().__init__(policy)
         self._sinks = policy.sinks
         self._recent = policy.budget - policy.sinks
 

@@ -1,0 +1,47 @@
+"""States that score with the most recent queries."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from beaconscope.kv.heads import HeadInfo
+from beaconscope.kv.policies.base import CacheView, Policy, PolicyState, QueryBlock
+from beaconscope.kv.step import AttentionStep
+
+
+class RecentQueriesState(PolicyState):
+    """Remembers the last ``count`` queries of every query head."""
+
+    def __init__(self, policy: Policy, heads: HeadInfo, count: int) -> None:
+        super().__init__(policy)
+        self._heads = heads
+        self._count = count
+        self._recent = torch.zeros(
+            (heads.rows, len(heads.kv_heads), heads.group_size, 0, heads.size), device=heads.device
+        )  # [R, H, G, W, D], post-RoPE, W at most ``count``
+
+    def observe(self, block: QueryBlock) -> None:
+        newest = block.query[:, :, :, -self._count :].float()
+        self._recent = torch.cat([self._recent, newest], dim=3)[:, :, :, -self._count :]
+
+    def _attention(self, view: CacheView) -> Tensor:
+        """Attention of the remembered queries on the entries at hand, causal, [R, H, G, W, N]."""
+        heads = self._heads
+        return AttentionStep(
+            rows=None,
+            first_position=view.newest - self._recent.shape[3] + 1,
+            query=self._recent,
+            key=view.key,
+            value=view.value,
+            key_positions=view.positions,
+            scaling=heads.scaling,
+            softcap=heads.softcap,
+            sink_logit=heads.sink_logit,
+        ).attention()
+
+    def _logits(self, key: Tensor) -> Tensor:
+        """Scaled products of the remembered queries with keys [R, H, N, D], [R, H, G, W, N]."""
+        r, h, g, w, d = self._recent.shape
+        products = self._recent.reshape(r, h, g * w, d) @ key.float().transpose(-1, -2)
+        return products.view(r, h, g, w, -1) * self._heads.scaling
