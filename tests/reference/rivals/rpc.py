@@ -1,4 +1,4 @@
-"""RPC: the prompt stays; every P generated tokens the k-th compression keeps k * P / c of the generated ones + last R."""
+"""RPC: the prompt stays; every P generated tokens the k-th compression keeps k * P / c of them and the last R."""
 
 from __future__ import annotations
 
