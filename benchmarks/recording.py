@@ -40,7 +40,7 @@ PROMPT = (
 def unrecorded(model: object, ids: list[int], options: beaconscope.RecordOptions) -> float:
     """Seconds of decoding with the cache alone."""
     cache = CompressedCache(tap(model), options.policy)
-    generation = Generation(model, cache, [ids], options.sampling, options.max_new_tokens, frozenset())
+    generation = Generation(model, cache, [ids], options.sampling, [options.max_new_tokens], frozenset())
     with torch.inference_mode():
         generation.prefill(None)
         started = time.perf_counter()

@@ -38,7 +38,7 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[
             result.append(_from_byte_level(piece))
         elif "ByteFallback" in kinds and (match := _BYTE_TOKEN.fullmatch(piece)):
             result.append(bytes([int(match.group(1), 16)]))
-        elif kinds:
+        elif kinds & {"ByteFallback", "Metaspace", "Replace"}:  # SentencePiece
             result.append(piece.replace("▁", " ").encode())
         else:
             result.append(str(tokenizer.decode([index])).encode())
@@ -50,9 +50,10 @@ def _decoder_kinds(tokenizer: PreTrainedTokenizerBase) -> set[str]:
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return set()
-    decoder = json.loads(backend.to_str()).get("decoder")
-    if decoder is None:
+    if backend.decoder is None:
         return set()
+    # The whole tokenizer as JSON would say the same, in half a second for a large vocabulary.
+    decoder = json.loads(backend.decoder.__getstate__())
     parts = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
     return {part["type"] for part in parts}
 

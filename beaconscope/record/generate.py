@@ -43,6 +43,8 @@ class Written:
     """Of the model's distribution that each token was drawn from, nats."""
     ended: bool = False
     """The last token ends the text."""
+    done: bool = False
+    """Nothing comes after the last token: it ends the text, or the limit is reached."""
 
 
 class Generation:
@@ -58,8 +60,8 @@ class Generation:
         Token ids of each prompt; shorter ones are padded on the left.
     sampling
         How tokens are drawn.
-    limit
-        New tokens at most.
+    limits
+        New tokens of each sequence at most.
     end_tokens
         Ids that end a text.
     forced
@@ -72,7 +74,7 @@ class Generation:
         cache: CompressedCache,
         prompts: Sequence[Sequence[int]],
         sampling: Sampling,
-        limit: int,
+        limits: Sequence[int],
         end_tokens: frozenset[int],
         forced: Sequence[int] | None = None,
     ) -> None:
@@ -80,7 +82,7 @@ class Generation:
         self._cache = cache
         self._cache_argument = cache_argument(model)
         self._prompts = prompts
-        self._limit = limit
+        self._limits = limits
         self._end_tokens = end_tokens
         self._forced = forced
         self._device = model.device
@@ -95,7 +97,8 @@ class Generation:
             device=self._device,
         )
         self._lengths = torch.tensor([len(prompt) for prompt in prompts], device=self._device)  # [B]
-        self._draw = _Draw(sampling, self._ids)
+        self._last = self._lengths + torch.tensor(list(limits), device=self._device) - 1  # [B], position
+        self._draw = _Draw(sampling, self._ids, self._mask)
         self._unsettled: list[tuple[Tensor, Tensor, Tensor]] = []  # tokens, logprob, entropy, each [B]
         self.written = [Written() for _ in prompts]
 
@@ -115,7 +118,7 @@ class Generation:
         return sizes
 
     def run(self, settled: Callable[[], bool]) -> None:
-        """Write until every sequence ends or the limit is reached.
+        """Write until every sequence ends or reaches its limit.
 
         ``settled`` is called whenever new tokens have arrived in :attr:`written`; True from it stops the loop.
         """
@@ -124,21 +127,24 @@ class Generation:
             return
         waits_for_nothing = self._device.type == "cpu"
         reported, last = 0, time.monotonic()
-        for step in range(1, self._limit + 1):
+        for step in range(1, max(self._limits) + 1):
             token = self._draw(self._logits)
             self._note(token, self._logits)
-            position = (self._lengths + step - 1)[:, None]
+            # A sequence that is done is fed for the others' sake, but never beyond the model's context.
+            position = torch.minimum(self._lengths + step - 1, self._last)[:, None]
             self._logits = self._forward(token[:, None], position, self._columns + step)[:, -1]
             if waits_for_nothing:
                 self._settle()
-            ended = all(row.ended for row in self.written)
             due = step - reported >= _SETTLE_STEPS or time.monotonic() - last >= _SETTLE_SECONDS
-            if due or ended or step == self._limit:
+            if due or self._done or step == max(self._limits):
                 self._settle()
-                ended = all(row.ended for row in self.written)
                 reported, last = step, time.monotonic()
-                if settled() or ended:
+                if settled() or self._done:
                     return
+
+    @property
+    def _done(self) -> bool:
+        return all(row.done for row in self.written)
 
     def _force(self, forced: Sequence[int], settled: Callable[[], bool]) -> None:
         """Feed given tokens, in passes that end where the cache would compress."""
@@ -188,22 +194,24 @@ class Generation:
             return
         tokens, logprob, entropy = (torch.stack(part, dim=1).tolist() for part in zip(*self._unsettled, strict=True))
         self._unsettled.clear()
-        for index, row in enumerate(self.written):
+        for index, (row, limit) in enumerate(zip(self.written, self._limits, strict=True)):
             for token, probability, nats in zip(tokens[index], logprob[index], entropy[index], strict=True):
-                if row.ended:
+                if row.done:
                     break
                 row.tokens.append(token)
                 row.logprob.append(probability)
                 row.entropy.append(nats)
                 row.ended = self._forced is None and token in self._end_tokens
+                row.done = row.ended or len(row.tokens) == limit
 
 
 class _Draw:
     """Draws the next token of each sequence, each from a stream of random numbers of its own."""
 
-    def __init__(self, sampling: Sampling, ids: Tensor) -> None:
+    def __init__(self, sampling: Sampling, ids: Tensor, mask: Tensor) -> None:
         self._greedy = sampling.temperature == 0
-        self._ids = ids
+        # What occurs is penalised once, however often: where padding was, a prompt's last token does no harm.
+        self._ids = torch.where(mask.bool(), ids, ids[:, -1:])
         self._processors = LogitsProcessorList()
         if self._greedy:
             return

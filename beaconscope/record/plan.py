@@ -9,7 +9,7 @@ from beaconscope.errors import BeaconScopeError
 from beaconscope.kv.policies import BeaconKV, Full
 from beaconscope.models import TappedModel
 from beaconscope.record.options import RecordOptions
-from beaconscope.record.selection import select
+from beaconscope.selection import select
 from beaconscope.trace import LayerLayout, TraceLayout, disk_bytes, estimate_bytes, free_bytes
 
 _WORTH_A_HINT = 256 << 20

@@ -13,7 +13,7 @@ from beaconscope.errors import BeaconScopeError
 
 STDIN = "-"
 
-_FILE_NAME = re.compile(r"[\w.-]+", re.ASCII)
+_FILE_NAME = re.compile(r"[\w.-]{1,200}", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,11 @@ class Prompt:
     """A chain of thought to be teacher-forced instead of generated."""
     answer: str | None = None
     """The right answer, kept with the trace."""
+
+
+def names_a_file(identifier: str) -> bool:
+    """Whether the id of a prompt can be the name of a file."""
+    return _FILE_NAME.fullmatch(identifier) is not None and not identifier.startswith(".")
 
 
 def read_text(source: str, what: str) -> str:
@@ -115,7 +120,7 @@ def _parse_line(line: str, where: str) -> Prompt:
     if identifier is None or prompt is None:
         missing = "id" if identifier is None else "prompt"
         raise BeaconScopeError(f"{where}: no {missing!r}; every line needs an id and a prompt")
-    if not _FILE_NAME.fullmatch(identifier) or identifier.startswith("."):
+    if not names_a_file(identifier):
         raise BeaconScopeError(
             f"{where}: the id {identifier!r} cannot name a file; use letters, digits, dots, dashes and underscores"
         )

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -32,9 +32,9 @@ from beaconscope.record.encode import encode_completion, encode_prompt
 from beaconscope.record.generate import Generation
 from beaconscope.record.options import RecordOptions
 from beaconscope.record.plan import Plan, make_plan, settled_policy
-from beaconscope.record.prompts import Prompt
+from beaconscope.record.prompts import Prompt, names_a_file
 from beaconscope.record.recorder import Recorder
-from beaconscope.trace import HeadBlock, Journal, TokenBlock, Trace, load_trace
+from beaconscope.trace import HeadBlock, Journal, TokenBlock, Trace, journal_path, load_trace
 
 _LIBRARIES = ("torch", "transformers", "numpy", "pyarrow")
 
@@ -91,6 +91,8 @@ def record(
     ------
     BeaconScopeError
         When the model cannot be recorded, the prompt does not fit, or the output cannot be written.
+    KeyboardInterrupt
+        When a second SIGINT arrives before the trace is written; the message says how to recover it.
     """
     job = _Job(model, tokenizer, options or RecordOptions(), model_id, revision, progress, note)
     entry = Prompt("prompt", prompt, completion=job.options.completion)
@@ -114,8 +116,8 @@ def record_prompts(
 ) -> list[Path]:
     """Record many prompts, one trace each: ``folder/ID.parquet``.
 
-    Prompts whose trace is there are skipped, so that an interrupted run goes on where it stopped; ``force`` records
-    them anew. Prompts with a completion of their own are run one at a time, the others ``batch_size`` together.
+    Prompts whose trace is there and whole are skipped, so that an interrupted run goes on where it stopped; ``force``
+    records them anew. Prompts with a completion of their own are run one at a time, the others ``batch_size`` together.
 
     Returns
     -------
@@ -126,24 +128,70 @@ def record_prompts(
     ------
     BeaconScopeError
         As :func:`record`; the message names the prompt.
+    KeyboardInterrupt
+        As :func:`record`.
     """
-    folder = Path(folder)
-    folder.mkdir(exist_ok=True)
+    if batch_size < 1:
+        raise UsageError(f"batch-size is {batch_size}; give at least 1")
     if options is not None and options.completion is not None:
         raise UsageError("a completion belongs to one prompt; give each prompt its own")
-    paths = {prompt.id: folder / f"{prompt.id}.parquet" for prompt in prompts}
-    todo = [prompt for prompt in prompts if force or not paths[prompt.id].exists()]
+    paths = _trace_paths(prompts, Path(folder))
+    todo = [prompt for prompt in prompts if force or not _is_finished(paths[prompt.id])]
     if note is not None and len(todo) < len(prompts):
         note(f"{len(prompts) - len(todo)} of {len(prompts)} prompts are recorded already and are skipped.")
     job = _Job(model, tokenizer, options or RecordOptions(), model_id, revision, progress, note)
-    for batch in _batches(todo, batch_size):
-        try:
-            stopped = job.run(batch, [paths[prompt.id] for prompt in batch], force=True)
-        except BeaconScopeError as error:
-            raise type(error)(f"prompt {', '.join(prompt.id for prompt in batch)}: {error}") from error
-        if stopped:
-            break
+    with _folder(Path(folder)):
+        for batch in _batches(todo, batch_size):
+            try:
+                stopped = job.run(batch, [paths[prompt.id] for prompt in batch], force=True)
+            except BeaconScopeError as error:
+                raise type(error)(f"prompt {', '.join(prompt.id for prompt in batch)}: {error}") from error
+            if stopped:
+                break
     return [path for path in paths.values() if path.exists()]
+
+
+def _trace_paths(prompts: Sequence[Prompt], folder: Path) -> dict[str, Path]:
+    """Where the trace of each prompt goes, by its id."""
+    paths: dict[str, Path] = {}
+    taken: set[str] = set()
+    for prompt in prompts:
+        if not names_a_file(prompt.id):
+            raise UsageError(
+                f"the prompt id {prompt.id!r} cannot name a file; use letters, digits, dots, dashes and underscores"
+            )
+        # Two ids that differ in case alone would be one file on some disks.
+        if prompt.id.casefold() in taken:
+            raise UsageError(f"two prompts have the id {prompt.id!r}; give every prompt its own")
+        taken.add(prompt.id.casefold())
+        paths[prompt.id] = folder / f"{prompt.id}.parquet"
+    return paths
+
+
+def _is_finished(path: Path) -> bool:
+    """Whether a whole trace is there; an interrupted one is not, and neither is a journal."""
+    if not path.exists():
+        return False
+    try:
+        return load_trace(path).whole
+    except BeaconScopeError as error:
+        raise BeaconScopeError(f"{error}; or give --force to replace what is there") from error
+
+
+@contextmanager
+def _folder(path: Path) -> Iterator[None]:
+    """Make a folder; where it was not there before, leave none behind that holds nothing."""
+    made = not path.exists()
+    try:
+        path.mkdir(exist_ok=True)
+    except OSError as error:
+        raise BeaconScopeError(f"cannot make the folder {path} ({error.strerror}); give another output") from error
+    try:
+        yield
+    finally:
+        if made:
+            with suppress(OSError):
+                path.rmdir()
 
 
 def _batches(prompts: Sequence[Prompt], size: int) -> Iterator[list[Prompt]]:
@@ -205,15 +253,23 @@ class _Job:
         )
         for line in plan.notes:
             self._note(line)
-        with ExitStack() as stack:
-            journals = [
-                stack.enter_context(Journal.create(output, plan.layout, self._metadata(text), force=force))
-                for text, output in zip(texts, outputs, strict=True)
-            ]
-            run = _Run(self._tapped, self.options, texts, forced, plan, journals, self._tokenizer, self._progress)
-            interrupted = run.generate()
-            for index, journal in enumerate(journals):
-                journal.finalize(run.closing(index, interrupted))
+        try:
+            with ExitStack() as stack:
+                journals = [
+                    stack.enter_context(Journal.create(output, plan.layout, self._metadata(text), force=force))
+                    for text, output in zip(texts, outputs, strict=True)
+                ]
+                run = _Run(self._tapped, self.options, texts, forced, plan, journals, self._tokenizer, self._progress)
+                interrupted = run.generate()
+                for index, journal in enumerate(journals):
+                    journal.finalize(run.closing(index, interrupted))
+        except KeyboardInterrupt:
+            left = [f"`beaconscope recover {output}`" for output in outputs if journal_path(output).exists()]
+            if not left:
+                raise
+            raise KeyboardInterrupt(
+                f"stopped before the trace was written; what was recorded is safe: run {' and '.join(left)}"
+            ) from None
         self._note_cache(run)
         return interrupted
 
@@ -297,6 +353,7 @@ class _Run:
         progress: Progress,
     ) -> None:
         self._options = options
+        self._device = tapped.model.device
         self._texts = texts
         self._journals = journals
         self._tokenizer = tokenizer
@@ -308,20 +365,19 @@ class _Run:
             self.cache,
             [text.ids for text in texts],
             options.sampling,
-            plan.limit,
+            plan.limits,
             _end_tokens(tapped.model, tokenizer),
             forced,
         )
-        self._total = plan.limit
+        self._total = max(plan.limits)
         self._tokens_written = [0 for _ in texts]
         self._prefill: list[int] = []
         self._seconds = {"prefill": 0.0, "decode": 0.0}
 
     def generate(self) -> bool:
         """Generate and hand everything to the journals; True when it was interrupted."""
-        device = self.cache.layers and self.generation._device
-        if isinstance(device, torch.device) and device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
         with _interruptible() as interrupted, torch.inference_mode():
             started = time.perf_counter()
             self._prefill = self.generation.prefill(self._options.prefill_chunk)
@@ -354,15 +410,17 @@ class _Run:
             return
         prompt = self._texts[index].ids
         row = self.generation.written[index]
-        missing = [float("nan")] * len(prompt)
-        ids = (prompt + row.tokens)[start:length]
+        of_prompt = prompt[start:length]
+        written = slice(max(start - len(prompt), 0), length - len(prompt))
+        missing = [float("nan")] * len(of_prompt)
+        ids = of_prompt + row.tokens[written]
         self._journals[index].append_tokens(
             TokenBlock(
                 first_position=start,
                 token_id=np.array(ids, np.int32),
                 token_bytes=token_bytes(self._tokenizer, ids),
-                logprob=np.array((missing + row.logprob)[start:length], np.float32),
-                entropy=np.array((missing + row.entropy)[start:length], np.float32),
+                logprob=np.array(missing + row.logprob[written], np.float32),
+                entropy=np.array(missing + row.entropy[written], np.float32),
             )
         )
         self._tokens_written[index] = length
@@ -375,7 +433,7 @@ class _Run:
         row = self.generation.written[index]
         tokens = max(len(each.tokens) for each in self.generation.written)
         decode = self._seconds["decode"]
-        cut = interrupted and not row.ended
+        cut = interrupted and not row.done
         return {
             "text": self._tokenizer.decode(self._texts[index].ids + row.tokens),
             "whole": not cut,
@@ -387,7 +445,7 @@ class _Run:
                 "decode_seconds": decode,
                 "tokens_per_second": tokens / decode if decode else None,
             },
-            "peak_memory": _peak_memory(self.generation._device) | {"cache": self.cache.nbytes},
+            "peak_memory": _peak_memory(self._device) | {"cache": self.cache.nbytes},
         }
 
 

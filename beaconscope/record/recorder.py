@@ -201,7 +201,7 @@ class HeadCopy:
             for done in compressions
         ]
         self._assigned: tuple[Tensor, Tensor] | None = None
-        self._changes: list[tuple[int, Tensor, Tensor, Tensor | None]] = []
+        self._changes: list[tuple[int, Tensor, Tensor, Tensor]] = []
         assignments = getattr(tracker, "assignments", None)
         if assignments:
             beacon = torch.cat([part.beacon for part in assignments], dim=-1)[:, heads]
@@ -219,7 +219,7 @@ class HeadCopy:
         changes.clear()
         self._done = torch.cuda.Event() if self.on_device else None  # type: ignore[no-untyped-call]
         if self._done is not None:
-            self._done.record()
+            self._done.record(torch.cuda.current_stream(captured[0].query.device))
 
     def block(self, row: int, length: int | None) -> HeadBlock | None:
         """The block of the ``row``-th sequence of the lane, cut at ``length`` tokens; None where nothing is left."""
@@ -271,13 +271,13 @@ class HeadCopy:
 
     def _beacon_changes(self, row: int) -> list[BeaconChange]:
         found = []
-        for position, source, members, vector in self._changes:
+        for position, source, members, vector in self._effective_changes():
             g, k = source.shape[2:]
             for index, head in enumerate(self._layer.kv_heads):
                 former = np.zeros((g, k), np.int32)
                 former[:, : members.shape[-1]] = members[row, index].numpy()
                 at = source[row, index].reshape(-1).numpy().astype(np.int32)
-                centroids = vector is not None and bool((at < 0).any())
+                centroids = bool((at < 0).any())
                 found.append(
                     BeaconChange(
                         position=position,
@@ -285,12 +285,19 @@ class HeadCopy:
                         query_head=np.repeat(np.arange(g, dtype=np.int16), k),
                         source=at,
                         members=former.reshape(-1),
-                        vector=vector[row, index].reshape(g * k, -1).numpy()
-                        if centroids and vector is not None
-                        else None,
+                        vector=vector[row, index].reshape(g * k, -1).numpy() if centroids else None,
                     )
                 )
         return found
+
+    def _effective_changes(self) -> list[tuple[int, Tensor, Tensor, Tensor]]:
+        """The changes, those of one position as one: the last set, with the members of the set before the first."""
+        effective: list[tuple[int, Tensor, Tensor, Tensor]] = []
+        for position, source, members, vector in self._changes:
+            if effective and effective[-1][0] == position:
+                members = effective.pop()[2]
+            effective.append((position, source, members, vector))
+        return effective
 
 
 def _heads_of(part: Tensor, heads: list[int]) -> Tensor:

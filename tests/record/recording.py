@@ -1,0 +1,58 @@
+"""Record tiny models, and run them again without this package."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from beaconscope import RecordOptions, Trace, record
+from tests.tiny import tiny_tokenizer
+
+PROMPT = "Plan: add, then double. 3 and 4?"
+"""32 tokens of the tiny tokenizer."""
+
+
+def endless_tokenizer() -> PreTrainedTokenizerFast:
+    """The tiny tokenizer without an end token, so that every text reaches its limit."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.eos_token = None
+    return tokenizer
+
+
+def record_tiny(
+    model: PreTrainedModel, folder: Path, prompt: str = PROMPT, *, name: str = "t", **options: Any
+) -> Trace:
+    """Record a prompt as it is, without a chat template, all layers."""
+    settings = RecordOptions(**{"raw": True, "layers": "all", "max_new_tokens": 24, **options})
+    return record(model, endless_tokenizer(), prompt, settings, output=folder / f"{name}.parquet")
+
+
+def generate_plainly(model: PreTrainedModel, prompt: list[int], count: int) -> list[int]:
+    """What transformers generates greedily."""
+    ids = torch.tensor([prompt])
+    with torch.no_grad():
+        return model.generate(ids, max_new_tokens=count, do_sample=False)[0, len(prompt) :].tolist()
+
+
+def token_ids(trace: Trace) -> list[int]:
+    return trace.tokens["token_id"].tolist()
+
+
+def attentions_of(model: PreTrainedModel, ids: list[int]) -> list[np.ndarray]:
+    """Attention [Hq, T, T] of each layer in one pass over everything, from eager attention."""
+    with torch.no_grad():
+        output = model(torch.tensor([ids]), output_attentions=True, use_cache=False)
+    return [weights[0].numpy() for weights in output.attentions]
+
+
+def ranges(weights: np.ndarray, sinks: int, window: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Mass of attention [Hq, T, T] on sinks, on the last ``window`` positions and on the rest, each [Hq, T]."""
+    queries, keys = np.indices(weights.shape[1:])
+    sink = keys < sinks
+    local = ~sink & (queries - keys <= window)
+    distant = ~sink & ~local
+    return tuple((weights * part).sum(-1) for part in (sink, local, distant))
