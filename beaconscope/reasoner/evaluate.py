@@ -106,10 +106,11 @@ def generate(
     list of list of int
         The generated tokens of each prompt, up to and with ``<eos>``.
     """
+    # The cache goes by place: transformers renamed its keyword on the way.
     cache = DynamicCache()
     tokens = torch.tensor([list(prompt) for prompt in prompts])  # [B, P]
     length = tokens.shape[1]
-    logits = model(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+    logits = model(tokens, None, None, cache, use_cache=True).logits
     if drop:
         kept = torch.tensor(sorted(set(range(length)) - set(drop)))
         layers: list[Any] = list(cache.layers)
@@ -124,7 +125,7 @@ def generate(
         if bool(done.all()) or step == limit - 1:
             break
         positions = torch.full((len(prompts), 1), length + step)
-        logits = model(input_ids=token[:, None], position_ids=positions, past_key_values=cache, use_cache=True).logits
+        logits = model(token[:, None], None, positions, cache, use_cache=True).logits
     return [_until_end(row) for row in torch.stack(out, dim=1).tolist()]
 
 
