@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from beaconscope.errors import BeaconScopeError
 from beaconscope.kv.heads import HeadInfo
 from beaconscope.kv.layer import CompressedLayer, Observer, Rows
 from beaconscope.kv.policies import BeaconKV, Policy
+from beaconscope.kv.ragged import RaggedLayer
 from beaconscope.kv.rotary import Rotary
 from beaconscope.kv.step import AttentionStep
 from beaconscope.models.tap import (
@@ -41,15 +43,34 @@ class CompressedCache(TappedCache):
         What to evict.
     observer
         Told of every step and compression in the layers that it wants.
+    token_kinds
+        The kind of every token, uint8 [V] (:func:`~beaconscope.kv.kinds.token_kinds`), for a policy that needs them.
 
     Raises
     ------
     BeaconScopeError
-        For a model that cannot be tapped, or a policy that needs pre-RoPE queries where they cannot be known.
+        For a model that cannot be tapped, or a policy that works in replay only, or that needs pre-RoPE queries or
+        kinds of tokens where they cannot be known.
     """
 
-    def __init__(self, model: PreTrainedModel | TappedModel, policy: Policy, observer: Observer | None = None) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel | TappedModel,
+        policy: Policy,
+        observer: Observer | None = None,
+        token_kinds: Tensor | None = None,
+    ) -> None:
+        policy.check_live()
+        if policy.needs_kinds and token_kinds is None:
+            raise BeaconScopeError(
+                f"{policy.name} has to know special tokens and punctuation; give the cache token_kinds"
+            )
         tapped = model if isinstance(model, TappedModel) else tap(model)
+        if policy.ragged and tapped.backend == "flash_attention_2":
+            raise BeaconScopeError(
+                f"flash_attention_2 cannot attend to heads that keep different numbers, as those of {policy.name} do; "
+                "load the model with --attn sdpa"
+            )
         self.policy = policy
         self.observer = observer
         self._info = tapped.layers
@@ -60,6 +81,9 @@ class CompressedCache(TappedCache):
         self._modules = {layer: weakref.ref(module) for layer, module in attention_modules(tapped.model).items()}
         self._rows: list[Rows] = []
         self._called: int | None = None  # layer whose attention is being computed
+        self._token_kinds = token_kinds
+        self._kinds: Tensor | None = None  # of the tokens being fed, [B, T]
+        self._prompt: int | None = None  # columns of the prompt, where somebody told
         super().__init__(layers=self._new_layers())
 
     def _new_layers(self) -> list[Any]:
@@ -69,7 +93,8 @@ class CompressedCache(TappedCache):
             if getattr(layer, "is_sliding", False):
                 layers.append(layer)
             elif hasattr(layer, "keys"):
-                layers.append(CompressedLayer(info.layer, self.policy, self.observer))
+                kind = RaggedLayer if self.policy.ragged else CompressedLayer
+                layers.append(kind(info.layer, self.policy, self.observer))
             else:
                 raise BeaconScopeError(
                     f"layer {info.layer} caches no keys and values ({type(layer).__name__}), which cannot be compressed"
@@ -84,29 +109,29 @@ class CompressedCache(TappedCache):
     @property
     def nbytes(self) -> int:
         """Bytes of all stored keys and values and of the positions beside them."""
-        held = [
-            tensor
-            for layer in self.layers
-            for tensor in (getattr(layer, name, None) for name in ("keys", "values", "positions"))
-            if isinstance(tensor, Tensor)
-        ]
-        return sum(tensor.numel() * tensor.element_size() for tensor in held)
+        total = sum(layer.nbytes for layer in self.compressed_layers)
+        for layer in self.layers:
+            if not isinstance(layer, CompressedLayer):
+                held = (getattr(layer, name, None) for name in ("keys", "values"))
+                total += sum(part.numel() * part.element_size() for part in held if isinstance(part, Tensor))
+        return total
 
     def kept_positions(self, layer: int, row: int = 0) -> Tensor:
         """Positions that a layer holds of one sequence of the batch, int64 [H, N], ascending.
 
+        Where heads keep different numbers, those with fewer than N begin with -1.
+
         Raises
         ------
         BeaconScopeError
-            For a sliding layer, which is not compressed.
+            For a sliding layer, which is not compressed, or a sequence that is not in the batch.
         """
         chosen = self.layers[layer]
         if not isinstance(chosen, CompressedLayer):
             raise BeaconScopeError(f"layer {layer} is a sliding layer, which is not compressed")
         for lane in chosen.lanes:
-            if lane.rows.index is None or bool((lane.rows.index == row).any()):
-                assert chosen.positions is not None
-                return chosen.positions[row, :, : lane.count]
+            if row in (range(lane.rows.size) if lane.rows.index is None else lane.rows.index.tolist()):
+                return chosen.kept_positions(lane, row)
         raise BeaconScopeError(f"the cache holds no sequence {row}")
 
     def room(self) -> int:
@@ -127,6 +152,18 @@ class CompressedCache(TappedCache):
     def rows(self) -> list[Rows]:
         """The sequences of the batch by their length, as the first pass found them."""
         return self._rows
+
+    def expect_prompt(self, columns: int) -> None:
+        """Say, before the first pass, how many tokens the prompt has, padding included; else it is the first pass."""
+        self._prompt = columns
+
+    def fed(self, tokens: Tensor | None) -> None:
+        """See :class:`~beaconscope.models.tap.TappedCache`."""
+        if self._token_kinds is not None and tokens is not None:
+            self._token_kinds = self._token_kinds.to(tokens.device)
+            self._kinds = self._token_kinds[tokens]
+        else:
+            self._kinds = None
 
     def begin(self, call: LayerCall) -> None:
         """See :class:`~beaconscope.models.tap.TappedCache`."""
@@ -168,11 +205,14 @@ class CompressedCache(TappedCache):
                 self._rows = _rows_by_length(call, query.shape[0], tokens)
             if layer is self.compressed_layers[0]:
                 self._check_padding(mask, tokens, query.shape[0])
-            layer.begin(self._rows, self._heads(call.layer, key, query.device))
+            heads = self._heads(call.layer, key, query.device)
+            layer.begin(self._rows, replace(heads, prompt=self._prompt or tokens))
             return mask
         if layer is self.compressed_layers[0]:
             self._check_later(call, layer, mask, tokens)
         visible = layer.visible(tokens)
+        if visible is not None and visible.shape[1] > 1:
+            visible = visible.repeat_interleave(self._info[call.layer].group_size, dim=1)
         if visible is not None and self._backend == "flash_attention_2":
             if len(layer.lanes) > 1:
                 raise BeaconScopeError(
@@ -191,7 +231,7 @@ class CompressedCache(TappedCache):
         options = {"softcap": info.softcap, "sink_logit": info.sink_logit}
         if isinstance(layer, CompressedLayer):
             heads = self._heads(call.layer, attention.key, query.device)
-            layer.absorb(query, attention.key, attention.value, heads, options)
+            layer.absorb(query, attention.key, attention.value, heads, options, self._kinds)
             return
         if not self._rows:
             self._rows = _rows_by_length(call, b, t)
@@ -233,6 +273,8 @@ class CompressedCache(TappedCache):
             scaling=info.scaling,
             device=device,
             rotary=self._rotary[layer],
+            softcap=info.softcap,
+            sink_logit=info.sink_logit,
             shared=stored.keys.shape[1] != key.shape[1],
             follow=self.observer is not None and self.observer.wants(layer),
         )
@@ -303,6 +345,7 @@ class CompressedCache(TappedCache):
         """Forget everything, for another generation."""
         self._rows = []
         self._called = None
+        self._kinds = self._prompt = None
         self.layers = self._new_layers()
 
     @property
@@ -344,7 +387,7 @@ def _real(mask: Tensor, tokens: int) -> Tensor:
 def _rotary_for(policy: Policy, info: LayerInfo) -> Rotary:
     if info.rotary is not None:
         return info.rotary
-    if policy.needs_queries and getattr(policy, "query_space", "pre-rope") == "pre-rope" and info.window is None:
+    if policy.needs_rotary and info.window is None:
         raise BeaconScopeError(info.rotary_problem or "")
     return Rotary.none(info.key_size)
 

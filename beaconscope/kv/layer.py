@@ -1,6 +1,7 @@
 """The stored keys and values of one layer, compressed by a policy.
 
-Buffers are allocated once, with B + I slots (a policy that evicts nothing lets them double). Every sequence is stored
+Buffers are allocated once, with B + I slots (a policy that evicts nothing lets them double; where a compression changes
+how many entries the next one waits for, they are allocated anew at compressions). Every sequence is stored
 without its padding, from slot 0 on, oldest first; sequences of equal length form a *lane*, which counts, observes and
 compresses by itself, so that a sequence in a batch goes through the same steps as alone. All counting is on the host: a
 step waits for nothing on the device.
@@ -118,6 +119,20 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return self._incoming is not None
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of the stored keys and values and of the positions beside them."""
+        return sum(part.numel() * part.element_size() for part in self._parts())
+
+    def _parts(self) -> list[Tensor]:
+        """All that is stored."""
+        return [part for part in (self.keys, self.values, self.positions) if part is not None]
+
+    def kept_positions(self, lane: Lane, row: int) -> Tensor:
+        """Positions stored of the batch's sequence ``row``, which is in ``lane``, int64 [H, N], ascending."""
+        assert self.positions is not None
+        return self.positions[row, :, : lane.count]
+
+    @property
     def stored(self) -> int:
         """Slots in use in the fullest lane."""
         return max((lane.count for lane in self.lanes), default=0)
@@ -175,8 +190,21 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def _widened(self, part: Tensor, slots: int) -> Tensor:
         """A copy of a buffer [B, H, S, ...] with ``slots`` slots."""
         wide = part.new_zeros((*part.shape[:2], slots, *part.shape[3:]))
-        wide[:, :, : self.stored] = part[:, :, : self.stored]
+        copied = min(slots, part.shape[2])
+        wide[:, :, :copied] = part[:, :, :copied]
         return wide
+
+    def _fit(self) -> None:
+        """Give the buffers the slots that the next compression waits for, where the policy does not bound them."""
+        assert self.keys is not None and self.values is not None and self.positions is not None
+        slots = max(self._needed(lane) for lane in self.lanes)
+        if slots != self.slots:
+            held = (self.keys, self.values, self.positions)
+            self.keys, self.values, self.positions = (self._widened(part, slots) for part in held)
+
+    def _needed(self, lane: Lane) -> int:
+        """Slots that a lane needs until its next compression."""
+        return max(lane.count, lane.state.capacity or 0)
 
     def visible(self, tokens: int) -> Tensor | None:
         """What ``tokens`` new tokens may see of what :meth:`update` gave, bool [B, 1, T, N]; None for everything."""
@@ -194,10 +222,24 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return mask
 
     def begin(self, rows: list[Rows], info: HeadInfo) -> None:
-        """Start the lanes, before a first pass; ``info`` holds the heads as they are attended, of any rows."""
-        self.lanes = [Lane(part, self.policy.start(replace(info, rows=part.size))) for part in rows]
+        """Start the lanes, before a first pass; ``info`` holds the heads as they are attended, of any rows.
 
-    def absorb(self, query: Tensor, key: Tensor, value: Tensor, info: HeadInfo, step_options: dict[str, Any]) -> None:
+        Its prompt counts the padding in.
+        """
+        self.lanes = [
+            Lane(part, self.policy.start(replace(info, rows=part.size, prompt=info.prompt - part.padding)))
+            for part in rows
+        ]
+
+    def absorb(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        info: HeadInfo,
+        step_options: dict[str, Any],
+        kinds: Tensor | None = None,
+    ) -> None:
         """Take in a forward pass after its attention.
 
         Parameters
@@ -210,6 +252,8 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             The heads, as in :meth:`begin`.
         step_options
             Further fields of :class:`~beaconscope.kv.step.AttentionStep`.
+        kinds
+            Kinds of the new tokens, uint8 [B, T], where they are known.
         """
         incoming, self._incoming = self._incoming, None
         assert incoming is not None and self.positions is not None
@@ -223,7 +267,7 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             skipped = rows.padding if first else 0
             positions = self._positions_of(lane, incoming, tokens - skipped)
             if watched:
-                entries = slice(skipped, None) if first else slice(0, lane.count + tokens)
+                entries = self._columns(lane, lane.count + tokens, first)
                 step = AttentionStep(
                     rows=rows.index,
                     first_position=lane.seen,
@@ -232,6 +276,8 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
                     value=rows.take(value)[:, :, entries],
                     key_positions=positions.expand(-1, key.shape[1], -1),
                     scaling=info.scaling,
+                    kinds=None if kinds is None else rows.take(kinds)[:, skipped:],
+                    padded=self.policy.ragged and not first,
                     **step_options,
                 )
                 self._show(number, lane, step, waits)
@@ -241,13 +287,21 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
                 self._store_first(lane, incoming, positions)
         if waits:
             self._log_queries(query)
-        capacity = self.policy.capacity
+        changed = first
         for number, lane in enumerate(self.lanes):
+            capacity = lane.state.capacity
             if capacity is not None and lane.count >= capacity:
                 self.flush()
                 self._compress(number, lane, incoming, key, value, info, first)
+                changed = True
             elif incoming.wide is not None:
                 self._store_again(lane, incoming.wide)
+        if changed and self.policy.evicts and self.policy.capacity is None:
+            self._fit()
+
+    def _columns(self, lane: Lane, size: int, first: bool) -> slice:
+        """Where, in what was attended, the ``size`` entries of a lane are, the new ones included."""
+        return slice(lane.rows.padding, None) if first else slice(0, size)
 
     def _show(self, number: int, lane: Lane, step: AttentionStep, waits: bool) -> None:
         """Let the observer and the policy see a step of a lane."""
@@ -306,12 +360,11 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     ) -> None:
         assert self.keys is not None and self.values is not None and self.positions is not None
         rows, n = lane.rows, lane.count
+        entries = self._columns(lane, n, first)
         if first:
-            entries = slice(rows.padding, None)
             stored_key, stored_value = incoming.key, incoming.value
             positions = torch.arange(n, device=self.device).expand(rows.size, incoming.key.shape[1], n)
         else:
-            entries = slice(0, n)
             held = (self.keys, self.values, self.positions) if incoming.wide is None else incoming.wide
             stored_key, stored_value = held[0], held[1]
             positions = rows.take(held[2])[:, :, :n]
@@ -321,6 +374,7 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             positions=positions.expand(-1, key.shape[1], -1),
             newest=lane.seen - 1,
         )
+        size = lane.state.kept_size(n)
         kept = lane.state.keep(view)
         if info.shared:
             kept = kept[:, :1]
@@ -328,7 +382,6 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             self.observer.compressed(
                 self.layer, number, Compression(rows.index, lane.seen - 1, positions.clone(), kept)
             )
-        size = min(self.policy.budget, n)
         # Stable, so that what is kept stays oldest first.
         index = kept.to(torch.uint8).argsort(dim=-1, descending=True, stable=True)[..., :size]
         for buffer, source in ((self.keys, stored_key), (self.values, stored_value)):
@@ -340,9 +393,9 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     def room(self) -> int:
         """Tokens that may be fed at once without changing what is kept, at least 1."""
-        capacity = self.policy.capacity
-        if capacity is not None:
-            return max(1, capacity - self.stored)
+        if self.policy.evicts:
+            rooms = [lane.state.capacity - lane.count for lane in self.lanes if lane.state.capacity is not None]
+            return max(1, min(rooms, default=self.policy.capacity or 1 << 30))
         self.flush()
         return max(1, min((getattr(lane.state, "room", 1 << 30) for lane in self.lanes), default=1 << 30))
 
