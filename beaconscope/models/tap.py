@@ -63,6 +63,9 @@ class TappedModel:
 class TappedCache(Cache):
     """A cache that is told what was attended. Its methods are called in this order for each layer of a forward pass."""
 
+    def fed(self, tokens: Tensor | None) -> None:
+        """Before a forward pass: the ids of the new tokens, int64 [B, T]; None where their embeddings come instead."""
+
     def begin(self, call: LayerCall) -> None:
         """Before the layer computes anything."""
 
@@ -124,6 +127,7 @@ def tap(model: PreTrainedModel) -> TappedModel:
         model.set_attn_implementation(PREFIX + backend)
         for module in modules.values():
             module.register_forward_pre_hook(_announce, with_kwargs=True)
+        model.register_forward_pre_hook(_announce_tokens, with_kwargs=True)
     return TappedModel(model, backend, _probe(model, modules))
 
 
@@ -159,14 +163,8 @@ def _announce(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Forward hook: hand the call of a tapped cache on to the attention function."""
-    given: Mapping[str, Any] = kwargs
-    if args:
-        given = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
-    # transformers 5.2 says past_key_values, newer ones say cache.
-    cache = given.get("cache")
+    given, cache = _tapped_cache(module, args, kwargs)
     if cache is None:
-        cache = given.get("past_key_values")
-    if not isinstance(cache, TappedCache):
         return None
     call = LayerCall(
         module=module,
@@ -177,6 +175,27 @@ def _announce(
     )
     cache.begin(call)
     return args, {**kwargs, _ARGUMENT: call}
+
+
+def _announce_tokens(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Forward hook: tell a tapped cache which tokens a pass feeds."""
+    given, cache = _tapped_cache(module, args, kwargs)
+    if cache is not None:
+        cache.fed(given.get("input_ids"))
+
+
+def _tapped_cache(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Mapping[str, Any], TappedCache | None]:
+    """The arguments of a call by name, and the tapped cache among them."""
+    given: Mapping[str, Any] = kwargs
+    if args:
+        given = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
+    # transformers 5.2 says past_key_values, newer ones say cache.
+    cache = given.get("cache")
+    if cache is None:
+        cache = given.get("past_key_values")
+    return given, cache if isinstance(cache, TappedCache) else None
 
 
 def _tapped(backend: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
