@@ -97,7 +97,6 @@ class Generation:
             device=self._device,
         )
         self._lengths = torch.tensor([len(prompt) for prompt in prompts], device=self._device)  # [B]
-        self._last = self._lengths + torch.tensor(list(limits), device=self._device) - 1  # [B], position
         self._draw = _Draw(sampling, self._ids, self._mask)
         self._unsettled: list[tuple[Tensor, Tensor, Tensor]] = []  # tokens, logprob, entropy, each [B]
         self.written = [Written() for _ in prompts]
@@ -125,15 +124,14 @@ class Generation:
         if self._forced is not None:
             self._force(self._forced, settled)
             return
-        waits_for_nothing = self._device.type == "cpu"
+        queues = _queues_work(self._device)
         reported, last = 0, time.monotonic()
         for step in range(1, max(self._limits) + 1):
             token = self._draw(self._logits)
             self._note(token, self._logits)
-            # A sequence that is done is fed for the others' sake, but never beyond the model's context.
-            position = torch.minimum(self._lengths + step - 1, self._last)[:, None]
+            position = (self._lengths + step - 1)[:, None]
             self._logits = self._forward(token[:, None], position, self._columns + step)[:, -1]
-            if waits_for_nothing:
+            if not queues:
                 self._settle()
             due = step - reported >= _SETTLE_STEPS or time.monotonic() - last >= _SETTLE_SECONDS
             if due or self._done or step == max(self._limits):
@@ -203,6 +201,11 @@ class Generation:
                 row.entropy.append(nats)
                 row.ended = self._forced is None and token in self._end_tokens
                 row.done = row.ended or len(row.tokens) == limit
+
+
+def _queues_work(device: torch.device) -> bool:
+    """Whether a device works behind the host's back, so that to look at a result is to wait for it."""
+    return device.type != "cpu"
 
 
 class _Draw:

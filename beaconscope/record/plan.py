@@ -55,6 +55,13 @@ def make_plan(
     notes: list[str] = []
     limits = tuple(_fit_context(tapped, options, length, forced, notes) for length in prompt_lengths)
     totals = [length + limit for length, limit in zip(prompt_lengths, limits, strict=True)]
+    known = _rotary_limit(tapped, options)
+    # The whole batch goes on until its last sequence is done, and the longest decides the frequencies of all.
+    if known is not None and max(prompt_lengths) + max(limits) > known:
+        raise BeaconScopeError(
+            f"together these prompts go past the {known} tokens after which this model changes its rotary frequencies; "
+            "give --batch-size 1"
+        )
     dtype = str(tapped.model.dtype)
     size = estimate_bytes(layout, max(totals), model_dtype=dtype)
     needed = sum(disk_bytes(layout, total, model_dtype=dtype) for total in totals)
@@ -121,17 +128,22 @@ def _fit_context(tapped: TappedModel, options: RecordOptions, prompt: int, force
     limit = wanted if context is None else min(wanted, context - prompt)
     if limit < wanted:
         notes.append(f"The model's context of {context} tokens leaves room for {limit} new ones, not {wanted}.")
-    policy = options.policy.shadow if isinstance(options.policy, Full) else options.policy
-    if isinstance(policy, BeaconKV) and policy.query_space == "pre-rope":
-        limits = [
-            info.rotary.limit for info in tapped.layers if info.rotary is not None and info.rotary.limit is not None
-        ]
-        if limits and prompt + limit > min(limits):
-            raise BeaconScopeError(
-                f"past {min(limits)} tokens this model changes its rotary frequencies, so its pre-RoPE queries are not "
-                f"known; give --max-new-tokens at most {max(min(limits) - prompt, 0)}, or --query-space post-rope"
-            )
+    known = _rotary_limit(tapped, options)
+    if known is not None and prompt + limit > known:
+        raise BeaconScopeError(
+            f"past {known} tokens this model changes its rotary frequencies, so its pre-RoPE queries are not known; "
+            f"give --max-new-tokens at most {max(known - prompt, 0)}, or --query-space post-rope"
+        )
     return limit
+
+
+def _rotary_limit(tapped: TappedModel, options: RecordOptions) -> int | None:
+    """Tokens up to which the pre-RoPE queries are known, where they are needed and there is such a limit."""
+    policy = options.policy.shadow if isinstance(options.policy, Full) else options.policy
+    if not isinstance(policy, BeaconKV) or policy.query_space != "pre-rope":
+        return None
+    limits = [info.rotary.limit for info in tapped.layers if info.rotary is not None and info.rotary.limit is not None]
+    return min(limits, default=None)
 
 
 def _size(size: float) -> str:
