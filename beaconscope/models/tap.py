@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
@@ -119,16 +120,22 @@ def tap(model: PreTrainedModel) -> TappedModel:
             "--attn eager"
         )
     modules = attention_modules(model)
+    hooks: list[RemovableHandle] = []
     if current == backend:
         if not getattr(model, "_supports_attention_backend", False):
             raise BeaconScopeError(
                 f"{name} does not route its attention through transformers' attention interface, so it cannot be tapped"
             )
         model.set_attn_implementation(PREFIX + backend)
-        for module in modules.values():
-            module.register_forward_pre_hook(_announce, with_kwargs=True)
-        model.register_forward_pre_hook(_announce_tokens, with_kwargs=True)
-    return TappedModel(model, backend, _probe(model, modules))
+        hooks = [module.register_forward_pre_hook(_announce, with_kwargs=True) for module in modules.values()]
+        hooks.append(model.register_forward_pre_hook(_announce_tokens, with_kwargs=True))
+    try:
+        return TappedModel(model, backend, _probe(model, modules))
+    except BeaconScopeError:
+        for hook in hooks:
+            hook.remove()
+        model.set_attn_implementation(current)
+        raise
 
 
 def attention_modules(model: PreTrainedModel) -> dict[int, nn.Module]:
@@ -271,13 +278,22 @@ def _probe(model: PreTrainedModel, modules: Mapping[int, nn.Module]) -> tuple[La
     positions = torch.tensor(PROBE_POSITIONS, device=model.device)
     token = min(1, config.vocab_size - 1)
     cache = _ProbeCache()
-    with torch.no_grad():
-        model(
-            input_ids=torch.full((len(positions), 1), token, device=model.device),
-            position_ids=positions[:, None],
-            use_cache=True,
-            **{cache_argument(model): cache},
-        )
+    try:
+        with torch.no_grad():
+            model(
+                input_ids=torch.full((len(positions), 1), token, device=model.device),
+                position_ids=positions[:, None],
+                use_cache=True,
+                **{cache_argument(model): cache},
+            )
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
+        # An architecture that asks for more than keys and values of its cache fails in ways of its own.
+        raise BeaconScopeError(
+            f"{type(model).__name__} cannot be tapped: it fails on a single token with a cache of keys and values "
+            f"({_first_line(error)})"
+        ) from error
     unseen = [layer for layer in modules if layer not in cache.seen]
     if unseen:
         raise BeaconScopeError(
@@ -285,6 +301,10 @@ def _probe(model: PreTrainedModel, modules: Mapping[int, nn.Module]) -> tuple[La
             "recorded"
         )
     return tuple(_read(model, *cache.seen[layer]) for layer in modules)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _read(model: PreTrainedModel, call: LayerCall, attention: AttentionInputs) -> LayerInfo:

@@ -30,10 +30,10 @@ class TestArithmetic:
         x = np.random.default_rng(0).normal(size=(3, 5, 8))
         positions = np.array([0, 1, 7, 100, 1000])
         rotated = rotary.rotate(torch.tensor(x, dtype=torch.float32), torch.from_numpy(positions))
-        np.testing.assert_allclose(rotated, rotate(x, positions, frequencies, style, scaling), atol=2e-4)
+        np.testing.assert_allclose(rotated.numpy(), rotate(x, positions, frequencies, style, scaling), atol=2e-4)
         back = rotary.unrotate(rotated, torch.from_numpy(positions))
         np.testing.assert_allclose(back, x, atol=1e-5)
-        np.testing.assert_allclose(back, unrotate(rotated, positions, frequencies, style, scaling), atol=2e-4)
+        np.testing.assert_allclose(back, unrotate(rotated.numpy(), positions, frequencies, style, scaling), atol=2e-4)
 
     def test_a_layer_without_rotary_embedding_leaves_vectors_alone(self):
         x = torch.randn(4, 6)
@@ -90,9 +90,8 @@ def check_queries(model, tolerance=1e-4):
         feed(model, part, cache)
     for info in tap(model).layers:
         assert info.rotary is not None, info.rotary_problem
-        true = torch.cat(
-            [shapes[info.layer](x) for x in found[info.layer][: len(watcher.queries[info.layer, 0])]], dim=2
-        )
+        passes = found[info.layer][: len(watcher.queries[info.layer, 0])]
+        true = torch.cat([shapes[info.layer](x) for x in passes], dim=2)
         post = torch.cat(watcher.queries[info.layer, 0], dim=2).flatten(0, 1)  # [Hq, T, D]
         ours = info.rotary.unrotate(post, torch.arange(LENGTH))
         scale = float(true.abs().max())
@@ -143,9 +142,8 @@ def test_scaled_rotary(rope):
 
 
 def test_partial_rotary():
-    model = tiny_model(
-        "phi3", rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
-    )
+    rope = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5}
+    model = tiny_model("phi3", rope_parameters=rope)
     check_queries(model)
     assert {int((info.rotary.frequency >= 0).sum()) for info in tap(model).layers} == {8}
 
@@ -207,8 +205,8 @@ class TestBroken:
         with pytest.raises(BeaconScopeError) as refused:
             BeaconCache(model)
         assert str(refused.value) == (
-            "the rotary embedding of layer 1 (CrookedAttention) could not be undone, so its pre-RoPE queries are not known; "
-            "give --query-space post-rope"
+            "the rotary embedding of layer 1 (CrookedAttention) could not be undone, so its pre-RoPE queries are not "
+            "known; give --query-space post-rope"
         )
         assert [info.rotary is None for info in tap(model).layers] == [False, True]
 

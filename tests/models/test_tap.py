@@ -102,13 +102,26 @@ def test_training_mode_and_gradients_are_left_alone():
             },
             "Qwen3NextForCausalLM has no softmax attention in layer 0",
         ),
-        ("bloom", {"n_layer": 2, "n_head": 4}, "BloomForCausalLM "),
+        ("bloom", {"n_layer": 2, "n_head": 4}, "BloomForCausalLM does not route its attention"),
+        ("gptj", {"n_layer": 2, "n_head": 4, "rotary_dim": 8}, "GPTJForCausalLM cannot be tapped"),
     ],
 )
 def test_models_that_cannot_work_are_refused_by_name(kind, options, reason):
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **COMMON, **options)).eval()
     with refused(reason):
         tap(model)
+
+
+def test_a_refused_model_is_left_as_it_was():
+    model = tiny_model("llama")
+    forward = model.model.layers[1].self_attn.forward
+    model.model.layers[1].self_attn.forward = lambda *_, **__: 1 + "1"
+    with refused("LlamaForCausalLM cannot be tapped: it fails on a single token"):
+        tap(model)
+    assert model.config._attn_implementation == "sdpa"
+    assert not any(module._forward_pre_hooks for module in model.modules())
+    model.model.layers[1].self_attn.forward = forward
+    assert torch.equal(generate(model, tokens(30), BeaconCache(model)), generate(tiny_model("llama"), tokens(30)))
 
 
 def test_a_model_that_goes_round_the_attention_interface_is_refused_by_name():
