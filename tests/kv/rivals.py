@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from beaconscope.kv.kinds import TokenKind
+from beaconscope.kv.layer import Compression
 from beaconscope.kv.policies import (
     H2O,
     RKV,
@@ -176,3 +177,40 @@ def expected(
         chunks=chunks,
         scaling=scaling,
     )
+
+
+class Watched:
+    """An observer that keeps what one sequence of the batch brought to a layer, and what was kept of it."""
+
+    def __init__(self, layer: int, row: int = 0) -> None:
+        self._layer, self._row = layer, row
+        self._parts: list[tuple[Tensor, Tensor, Tensor]] = []
+        self.kept: list[past.Kept] = []
+
+    def wants(self, layer: int) -> bool:
+        return layer == self._layer
+
+    def attended(self, layer: int, lane: int, step: AttentionStep) -> None:
+        at = _within(step.rows, self._row)
+        if at is None:
+            return
+        new = slice(step.key.shape[2] - step.tokens, None)
+        parts = (step.query[at].movedim(2, 1), step.key[at, :, new], step.value[at, :, new])
+        self._parts.append(tuple(part.detach().clone() for part in parts))
+
+    def compressed(self, layer: int, lane: int, compression: Compression) -> None:
+        at = _within(compression.rows, self._row)
+        if at is not None:
+            both = zip(compression.positions[at], compression.kept[at], strict=True)
+            self.kept.append(past.Kept(compression.position, [head[kept].tolist() for head, kept in both]))
+
+    def vectors(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Queries [H, T, G, D], keys [H, T, D] and values [H, T, Dv] so far."""
+        query, key, value = (torch.cat(part, dim=1).numpy() for part in zip(*self._parts, strict=True))
+        return query, key, value
+
+
+def _within(rows: Tensor | None, row: int) -> int | None:
+    if rows is None:
+        return row
+    return rows.tolist().index(row) if row in rows else None

@@ -103,7 +103,6 @@ def test_training_mode_and_gradients_are_left_alone():
             "Qwen3NextForCausalLM has no softmax attention in layer 0",
         ),
         ("bloom", {"n_layer": 2, "n_head": 4}, "BloomForCausalLM does not route its attention"),
-        ("gptj", {"n_layer": 2, "n_head": 4, "rotary_dim": 8}, "GPTJForCausalLM cannot be tapped"),
     ],
 )
 def test_models_that_cannot_work_are_refused_by_name(kind, options, reason):
