@@ -214,7 +214,6 @@ def test_entries_stay_in_the_order_of_their_positions(case):
     for layer in (0, 1):
         for head in cache.kept_positions(layer):
             assert (head[head >= 0].diff() > 0).all()
-            assert int(head.max()) == 53
 
 
 def attending(targets):
