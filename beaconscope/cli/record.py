@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -337,7 +336,7 @@ def _policies(cache: str, given: dict[str, object], seed: int) -> tuple[Policy, 
         shadow = parse_policy("beacon", seed=seed, **given)
     else:
         shadow = BeaconKV()
-        known = {field.name for field in dataclasses.fields(policy)}
+        known = policy.parameters()
         idle = ", ".join("--" + name.replace("_", "-") for name in given if name not in known)
         if idle:
             raise UsageError(f"{idle} has no effect with --cache {policy.name}; leave it out")

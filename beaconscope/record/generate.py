@@ -108,6 +108,7 @@ class Generation:
 
     def prefill(self, chunk: int | None) -> list[int]:
         """Feed the prompts, in passes of ``chunk`` tokens or whole; returns the size of each pass."""
+        self._cache.expect_prompt(self._columns)
         sizes = []
         for start in range(0, self._columns, chunk or self._columns):
             stop = min(start + (chunk or self._columns), self._columns)

@@ -72,6 +72,7 @@ class RecordOptions:
     """Feed the prompt in pieces of this many tokens and compress between them; None feeds it whole."""
 
     def __post_init__(self) -> None:
+        self.policy.check_live()
         if self.max_new_tokens < 1:
             raise UsageError(f"max-new-tokens is {self.max_new_tokens}; give at least 1")
         if not 1 <= self.hits <= 128:

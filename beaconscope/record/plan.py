@@ -130,17 +130,17 @@ def _fit_context(tapped: TappedModel, options: RecordOptions, prompt: int, force
         notes.append(f"The model's context of {context} tokens leaves room for {limit} new ones, not {wanted}.")
     known = _rotary_limit(tapped, options)
     if known is not None and prompt + limit > known:
+        other = ", or --query-space post-rope" if isinstance(options.policy, BeaconKV | Full) else ""
         raise BeaconScopeError(
             f"past {known} tokens this model changes its rotary frequencies, so its pre-RoPE queries are not known; "
-            f"give --max-new-tokens at most {max(known - prompt, 0)}, or --query-space post-rope"
+            f"give --max-new-tokens at most {max(known - prompt, 0)}{other}"
         )
     return limit
 
 
 def _rotary_limit(tapped: TappedModel, options: RecordOptions) -> int | None:
     """Tokens up to which the pre-RoPE queries are known, where they are needed and there is such a limit."""
-    policy = options.policy.shadow if isinstance(options.policy, Full) else options.policy
-    if not isinstance(policy, BeaconKV) or policy.query_space != "pre-rope":
+    if not options.policy.needs_rotary:
         return None
     limits = [info.rotary.limit for info in tapped.layers if info.rotary is not None and info.rotary.limit is not None]
     return min(limits, default=None)

@@ -8,7 +8,7 @@ the next, so that nothing waits for the device.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -266,7 +266,7 @@ class HeadCopy:
             for index, head in enumerate(heads):
                 stored = min(index, positions.shape[1] - 1)  # heads of latent attention share one stored entry
                 dropped = positions[row, stored][~kept[row, stored]].numpy().astype(np.int32)
-                found.append(Eviction(position, head, dropped))
+                found.append(Eviction(position, head, dropped[dropped >= 0]))
         return found
 
     def _beacon_changes(self, row: int) -> list[BeaconChange]:
@@ -307,17 +307,13 @@ def _heads_of(part: Tensor, heads: list[int]) -> Tensor:
 
 def _only_heads(step: AttentionStep, heads: list[int]) -> AttentionStep:
     """The step as only some KV heads see it."""
-    return AttentionStep(
-        rows=step.rows,
-        first_position=step.first_position,
+    return replace(
+        step,
         query=step.query[:, heads],
         key=step.key[:, heads],
         value=step.value[:, heads],
         key_positions=step.key_positions[:, heads],
-        scaling=step.scaling,
-        softcap=step.softcap,
         sink_logit=None if step.sink_logit is None else step.sink_logit[heads],
-        window=step.window,
     )
 
 
