@@ -14,6 +14,9 @@ from typing import TYPE_CHECKING, Any
 from beaconscope.errors import BeaconScopeError, UsageError
 
 if TYPE_CHECKING:
+    from beaconscope.analyze import Analysis as Analysis
+    from beaconscope.analyze import AnalyzeOptions as AnalyzeOptions
+    from beaconscope.analyze import analyze as analyze
     from beaconscope.kv import BeaconCache as BeaconCache
     from beaconscope.kv.policies import BeaconKV as BeaconKV
     from beaconscope.kv.policies import Full as Full
@@ -34,6 +37,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Analysis",
+    "AnalyzeOptions",
     "BeaconCache",
     "BeaconKV",
     "BeaconScopeError",
@@ -47,6 +52,7 @@ __all__ = [
     "StreamingLLM",
     "Trace",
     "UsageError",
+    "analyze",
     "load_model",
     "load_trace",
     "parse_policy",
@@ -55,6 +61,8 @@ __all__ = [
 ]
 
 _HOME = {
+    "Analysis": "beaconscope.analyze",
+    "AnalyzeOptions": "beaconscope.analyze",
     "BeaconCache": "beaconscope.kv",
     "BeaconKV": "beaconscope.kv.policies",
     "Full": "beaconscope.kv.policies",
@@ -66,6 +74,7 @@ _HOME = {
     "Sampling": "beaconscope.record",
     "StreamingLLM": "beaconscope.kv.policies",
     "Trace": "beaconscope.trace",
+    "analyze": "beaconscope.analyze",
     "load_model": "beaconscope.models",
     "load_trace": "beaconscope.trace",
     "parse_policy": "beaconscope.kv.policies",

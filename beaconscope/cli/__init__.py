@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from beaconscope.cli.analyze import analyze
 from beaconscope.cli.errors import Command
 from beaconscope.cli.info import info
 from beaconscope.cli.options import Version
@@ -24,7 +25,7 @@ def _top(version: Version = False) -> None:
     """Show where a chain of thought goes back to, and what a KV cache must keep for it."""
 
 
-for _command in (record, info, recover):
+for _command in (record, analyze, info, recover):
     app.command(cls=Command)(_command)
 
 

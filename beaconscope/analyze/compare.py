@@ -1,0 +1,243 @@
+"""Compare traces: whether the same heads revisit, and whether their queries form the same clusters.
+
+1. The query heads that have a part in revisits: how many two traces share, against either.
+2. Clusters of the same head in both: k-means on each trace's queries, centroids paired by the Hungarian method on
+   cosine. The queries of both, labelled once by either's centroids, give the adjusted mutual information (0: unrelated,
+   1: the same clusters); the cosine of the pairs is held against that of pairs from another head's centroids.
+3. The rate of revisits against how far the generation has come, over all traces.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+from scipy.optimize import linear_sum_assignment
+from scipy.stats import spearmanr
+from sklearn.cluster import KMeans
+from sklearn.metrics import adjusted_mutual_info_score
+from sklearn.preprocessing import normalize
+
+from beaconscope.analyze.analysis import SCHEMA_VERSION, Analysis, plain
+from beaconscope.analyze.clusters import busiest_heads, spaces
+from beaconscope.trace import Trace
+
+_MATCHED_HEADS = 4
+_QUERIES = 200
+_CLUSTERS = 6
+_STABLE = 0.5
+"""Adjusted mutual information from which on clusters are called the same."""
+
+Centroids = npt.NDArray[np.floating[Any]]
+Head = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What several traces have in common. Traces are numbered from 0 in the order given."""
+
+    traces: list[dict[str, Any]]
+    """Of each trace: its length, revisits, their rate, heads with a part in them, verdict."""
+    pairs: list[dict[str, Any]]
+    """Of each two traces: shared heads and clusters."""
+    matches: list[dict[str, Any]]
+    """Of each two traces, head and query space: how well clusters match."""
+    by_length: list[dict[str, Any]]
+    """Rate of revisits by tokens generated so far."""
+    text: str
+    """The verdict in words."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, as ``--json`` prints them."""
+        return {
+            "schema": "beaconscope.comparison",
+            "schema_version": SCHEMA_VERSION,
+            "traces": plain(self.traces),
+            "pairs": plain(self.pairs),
+            "matches": plain(self.matches),
+            "by_length": plain(self.by_length),
+            "text": self.text,
+        }
+
+
+def compare(traces: Sequence[Trace], analyses: Sequence[Analysis]) -> Comparison:
+    """Compare analyzed traces, two at a time.
+
+    Heads are the same if layer, KV head and query head are; clusters are compared where the sizes of the queries agree
+    too.
+    """
+    listed, pairs, matches = [], [], []
+    for analysis in analyses:
+        heads = analysis.heads
+        listed.append(
+            {
+                "trace": analysis.summary["trace"],
+                "model": analysis.summary["model"],
+                "length": analysis.summary["length"],
+                "steps": analysis.summary["steps"],
+                "revisits": analysis.summary["revisits"],
+                "revisit_rate": analysis.summary["revisit_rate"],
+                "revisiting_heads": int((heads["kind"] == "revisiting").sum()),
+                "answer": analysis.verdict["answer"],
+            }
+        )
+    cached: dict[tuple[int, Head], dict[str, Centroids]] = {}
+    for first, second in itertools.combinations(range(len(traces)), 2):
+        both = _matches(traces, analyses, first, second, cached)
+        matches += both
+        pairs.append(_pair(analyses, first, second, both))
+    return Comparison(listed, pairs, matches, _by_length(analyses), _verdict(pairs))
+
+
+def _head_table(analysis: Analysis) -> pd.DataFrame:
+    return analysis.heads.set_index(["layer", "kv_head", "query_head"])
+
+
+def _pair(analyses: Sequence[Analysis], first: int, second: int, matches: list[dict[str, Any]]) -> dict[str, Any]:
+    a, b = _head_table(analyses[first]), _head_table(analyses[second])
+    shared = a.index.intersection(b.index)
+    mine, other = a.loc[shared, "kind"] == "revisiting", b.loc[shared, "kind"] == "revisiting"
+    either = int((mine | other).sum())
+    rates = a.loc[shared, "event_rate"].to_numpy(), b.loc[shared, "event_rate"].to_numpy()
+    varied = len(shared) > 2 and all(np.isfinite(rate).all() and np.ptp(rate) > 0 for rate in rates)
+    # Before the rotary embedding where there is one: after it, positions decide.
+    space = "pre-rope" if any(match["space"] == "pre-rope" for match in matches) else "post-rope"
+    rows = [match for match in matches if match["space"] == space]
+    return {
+        "first": first,
+        "second": second,
+        "shared_heads": len(shared),
+        "both": int((mine & other).sum()),
+        "either": either,
+        "overlap": int((mine & other).sum()) / either if either else None,
+        "rank_correlation": float(spearmanr(*rates).statistic) if varied else None,
+        "ami": float(np.mean([row["ami"] for row in rows])) if rows else None,
+        "centroid_cosine": float(np.mean([row["centroid_cosine"] for row in rows])) if rows else None,
+    }
+
+
+def _matches(
+    traces: Sequence[Trace],
+    analyses: Sequence[Analysis],
+    first: int,
+    second: int,
+    cached: dict[tuple[int, Head], dict[str, Centroids]],
+) -> list[dict[str, Any]]:
+    a, b = _head_table(analyses[first]), _head_table(analyses[second])
+    shared = a.index.intersection(b.index)
+    if not len(shared):
+        return []
+    together = (
+        a.loc[shared, ["revisits", "events", "distant_share"]] + b.loc[shared, ["revisits", "events", "distant_share"]]
+    ).reset_index()
+    chosen = [
+        (int(row["layer"]), int(row["kv_head"]), int(row["query_head"]))
+        for _, row in busiest_heads(together, _MATCHED_HEADS).iterrows()
+    ]
+    points: dict[Head, tuple[dict[str, Centroids], dict[str, Centroids]]] = {}
+    for head in chosen:
+        for number in (first, second):
+            if (number, head) not in cached:
+                cached[number, head] = _queries(traces[number], analyses[number], head)
+        mine, other = cached[first, head], cached[second, head]
+        if mine and other and mine["post-rope"].shape[1] == other["post-rope"].shape[1]:
+            points[head] = mine, other
+    seed = analyses[first].options.seed
+    rows = []
+    for number, (head, (mine, other)) in enumerate(points.items()):
+        for space in mine.keys() & other.keys():
+            count = min(_CLUSTERS, len(mine[space]) - 1, len(other[space]) - 1)
+            if count < 2:
+                continue
+            one, two = (KMeans(count, n_init=3, random_state=seed).fit(part[space]) for part in (mine, other))
+            pooled = np.concatenate([mine[space], other[space]])
+            stranger = None
+            if len(points) > 1:
+                strange = points[list(points)[number - 1]][1]
+                if space in strange and len(strange[space]) > count and strange[space].shape[1] == pooled.shape[1]:
+                    stranger = KMeans(count, n_init=3, random_state=seed).fit(strange[space]).cluster_centers_
+            rows.append(
+                {
+                    "first": first,
+                    "second": second,
+                    "head": ".".join(map(str, head)),
+                    "space": space,
+                    "clusters": count,
+                    "ami": float(adjusted_mutual_info_score(one.predict(pooled), two.predict(pooled))),
+                    "centroid_cosine": matched_cosine(one.cluster_centers_, two.cluster_centers_),
+                    "centroid_cosine_by_chance": None
+                    if stranger is None
+                    else matched_cosine(one.cluster_centers_, stranger),
+                }
+            )
+    return sorted(
+        rows, key=lambda row: (chosen.index(tuple(map(int, row["head"].split(".")))), row["space"] != "pre-rope")
+    )
+
+
+def matched_cosine(first: Centroids, second: Centroids) -> float:
+    """Mean cosine of centroids [K, D] paired one to one so that it is highest."""
+    cosine = normalize(first) @ normalize(second).T
+    rows, columns = linear_sum_assignment(-cosine)
+    return float(cosine[rows, columns].mean())
+
+
+def _queries(trace: Trace, analysis: Analysis, head: Head) -> dict[str, Centroids]:
+    """Directions of up to 200 generating queries of a head by space; nothing where there are too few."""
+    layer, kv_head, group = head
+    recorded = trace.head(layer, kv_head)
+    positions = np.arange(max(0, trace.prompt_length - 1), trace.length)
+    positions = positions[np.isfinite(recorded.query[positions, group]).all(axis=1)]
+    if len(positions) > _QUERIES:
+        random = np.random.default_rng([analysis.options.seed, *head])
+        positions = np.sort(random.choice(positions, _QUERIES, replace=False))
+    return spaces(trace, recorded, group, positions) if len(positions) > 2 else {}
+
+
+def _by_length(analyses: Sequence[Analysis]) -> list[dict[str, Any]]:
+    """Rate of revisits by tokens generated so far, in bins that double."""
+    generated, flagged = [], []
+    for analysis in analyses:
+        steps = analysis.tokens[analysis.tokens["p"].notna()]
+        generated.append(steps["position"].to_numpy() - analysis.summary["prompt_length"] + 1)
+        flagged.append(steps["revisit"].to_numpy(np.bool_))
+    so_far, revisit = np.concatenate(generated), np.concatenate(flagged)
+    rows = []
+    start, stop = 0, 128
+    while len(so_far) and start <= so_far.max():
+        inside = (so_far >= start) & (so_far < stop)
+        if inside.any():
+            rows.append(
+                {
+                    "from": start,
+                    "to": stop - 1,
+                    "steps": int(inside.sum()),
+                    "revisits": int(revisit[inside].sum()),
+                    "rate": float(revisit[inside].mean()),
+                }
+            )
+        start, stop = stop, 2 * stop
+    return rows
+
+
+def _verdict(pairs: list[dict[str, Any]]) -> str:
+    overlap = [pair["overlap"] for pair in pairs if pair["overlap"] is not None]
+    ami = [pair["ami"] for pair in pairs if pair["ami"] is not None]
+    same_heads = (
+        "No revisiting heads to compare."
+        if not overlap
+        else f"{'The same' if np.mean(overlap) >= _STABLE else 'Not the same'} heads revisit: "
+        f"{100 * np.mean(overlap):.0f} % of those of either trace are shared on average."
+    )
+    same_clusters = (
+        "No head of the same shape to compare clusters of."
+        if not ami
+        else f"Clusters of queries are {'' if np.mean(ami) >= _STABLE else 'not '}stable over traces: adjusted mutual "
+        f"information {np.mean(ami):.2f} on average, where 1 is the same and 0 unrelated."
+    )
+    return f"{same_heads} {same_clusters}"

@@ -1,0 +1,318 @@
+"""Analyze a trace: one head at a time, then the trace as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+import torch
+
+from beaconscope.analyze.analysis import Analysis
+from beaconscope.analyze.attention import HeadAttention, evicted_at, layer_facts
+from beaconscope.analyze.beacons import beacon_rows
+from beaconscope.analyze.cache import cache_consequences
+from beaconscope.analyze.clusters import cluster_rows
+from beaconscope.analyze.events import Events, find_events, join
+from beaconscope.analyze.heads import RETRIEVES, head_row
+from beaconscope.analyze.options import AnalyzeOptions
+from beaconscope.analyze.places import Text, anchors, merged, span_rows, spans
+from beaconscope.analyze.revisits import Revisits, find_revisits
+from beaconscope.analyze.scan import find_sinks, scan
+from beaconscope.analyze.sentences import split_sentences
+from beaconscope.analyze.verdict import judge
+from beaconscope.errors import UsageError
+from beaconscope.selection import select
+from beaconscope.trace import Trace
+
+Progress = Callable[[int, int], None]
+"""Told how many heads of how many are done."""
+
+RECEIVERS = 20
+"""Heads with the highest kurtosis that are called receiver heads (Thought Anchors)."""
+
+
+@dataclass
+class _Sums:
+    """What is gathered over heads. T positions."""
+
+    share_sum: npt.NDArray[np.float64]  # [T], of the heads that are not missing there
+    share_count: npt.NDArray[np.int64]  # [T]
+    share_max: npt.NDArray[np.float32]  # [T]
+    distant: npt.NDArray[np.float64]  # [T], distant attention of all heads
+    lost: npt.NDArray[np.float64]  # [T], of that, on evicted positions
+    heads: list[dict[str, Any]] = field(default_factory=list)
+    events: list[Events] = field(default_factory=list)
+    head_of: list[npt.NDArray[np.int64]] = field(default_factory=list)  # index into heads of each event
+    evicted: dict[tuple[int, int], npt.NDArray[np.int64]] = field(default_factory=dict)
+    missing: int = 0
+    assumed: bool = False
+
+
+def analyze(trace: Trace, options: AnalyzeOptions | None = None, progress: Progress | None = None) -> Analysis:
+    """Find the thought-revisiting tokens of a trace, what and who revisits, and whether their queries cluster.
+
+    Attention is computed anew from the recorded queries and keys, one KV head at a time.
+
+    Parameters
+    ----------
+    trace
+        From `load_trace`.
+    options
+        Settings; the defaults if left out.
+    progress
+        Called after each KV head.
+
+    Returns
+    -------
+    Analysis
+        The same for the same trace, options and library versions.
+
+    Raises
+    ------
+    UsageError
+        Where layers or heads are chosen that the trace lacks.
+    BeaconScopeError
+        Where the file is damaged.
+    """
+    options = options or AnalyzeOptions()
+    chosen = _chosen_heads(trace, options)
+    frame = trace.tokens
+    sentences = split_sentences([str(token) for token in frame["token"]], [str(phase) for phase in frame["phase"]])
+    text = Text(frame, sentences, trace.prompt_length)
+    window = options.window_of(trace.length)
+    # The query of the prompt's last token writes the first generated one. What is distant must have grown as long as what
+    # is near before a look back can stand out.
+    first = max(0, trace.prompt_length - 1)
+    steps = range(min(trace.length, max(first, 2 * window)), trace.length)
+    if trace.length == trace.prompt_length:
+        steps = range(trace.length, trace.length)
+
+    sums = _gather(trace, options, chosen, text, window, steps, progress)
+    events = join(sums.events)
+    head_of = np.concatenate(sums.head_of) if sums.head_of else np.zeros(0, np.int64)
+    strong = (events.share >= options.lone_share) & (events.mass >= options.lone_share / 2)
+    strong &= events.width <= options.lone_focus
+    revisits = find_revisits(head_of, events.step, events.center, strong, steps, options)
+    tokens = _token_frame(frame, text, sums, revisits)
+    found, targets = _revisit_frames(sums, events, head_of, revisits, text, options)
+    heads = _head_frame(sums, events, head_of, revisits, options)
+    cache, lost = cache_consequences(
+        sums.evicted, sums.distant, sums.lost, steps, sums.heads, events, head_of, found, text
+    )
+    tokens["lost_share"] = np.where(sums.distant > 0, sums.lost / np.maximum(sums.distant, 1e-30), 0.0)
+    if not sums.evicted:
+        tokens["lost_share"] = np.nan
+
+    clusters, sweep = cluster_rows(trace, heads, events, head_of, revisits, first, options)
+    beacons = beacon_rows(trace, heads, events, head_of, options)
+    summary = {
+        "trace": str(trace.path),
+        "model": trace.model_id,
+        "length": trace.length,
+        "prompt_length": trace.prompt_length,
+        "whole": trace.whole,
+        "heads": len(sums.heads),
+        "layers": sorted({layer for layer, _ in chosen}),
+        "sentences": len(sentences),
+        "window": window,
+        "steps": len(steps),
+        "attention": "computed from the recorded queries and keys over "
+        + (
+            "everything recorded, as a full cache would attend"
+            if options.over == "everything"
+            else "what the cache held"
+        ),
+        "recorded_attention": trace.attention_over,
+        "attention_assumed": sums.assumed,
+        "missing_vectors": sums.missing,
+        "global_queries": len(events),
+        "revisits": int(revisits.flagged.sum()),
+        "revisit_rate": float(revisits.flagged.mean()) if len(steps) else None,
+        "reasons": {
+            name: int((revisits.reason[revisits.flagged] == name).sum()) for name in ("together", "agree", "alone")
+        },
+        "lone_rate": revisits.lone_rate,
+        "lone_counted": len(steps) > 0 and revisits.lone_rate <= options.lone_rate,
+        "sinks": _common_sinks(sums.heads),
+        "periods": {
+            period: int(targets.loc[targets["period"] == period, "position"].nunique())
+            for period in ("prompt", "early", "later", "answer")
+        },
+    }
+    return Analysis(
+        options=options,
+        summary=summary,
+        verdict=judge(summary, clusters, options),
+        tokens=tokens,
+        revisits=found,
+        targets=targets,
+        anchors=anchors(targets, text),
+        heads=heads,
+        clusters=clusters,
+        sweep=sweep,
+        beacons=beacons,
+        cache=cache,
+        lost=lost,
+    )
+
+
+def _chosen_heads(trace: Trace, options: AnalyzeOptions) -> list[tuple[int, int]]:
+    layers = select(options.layers, max(trace.layers) + 1, "layers")
+    heads = select(options.heads, max(head for _, head in trace.heads) + 1, "heads")
+    if options.layers not in ("all", "auto") and (absent := sorted(set(layers) - set(trace.layers))):
+        raise UsageError(f"layer {absent[0]} is not in the trace; it has {', '.join(map(str, trace.layers))}")
+    chosen = [(layer, head) for layer, head in trace.heads if layer in layers and head in heads]
+    if not chosen:
+        raise UsageError("no recorded head is chosen; see `beaconscope info` for what the trace has")
+    return chosen
+
+
+@torch.inference_mode()
+def _gather(
+    trace: Trace,
+    options: AnalyzeOptions,
+    chosen: list[tuple[int, int]],
+    text: Text,
+    window: int,
+    steps: range,
+    progress: Progress | None,
+) -> _Sums:
+    """Pass over every chosen head."""
+    length = trace.length
+    sums = _Sums(
+        np.zeros(length), np.zeros(length, np.int64), np.zeros(length, np.float32), np.zeros(length), np.zeros(length)
+    )
+    for done, (layer, kv_head) in enumerate(chosen):
+        facts = layer_facts(trace, layer)
+        gone = evicted_at(trace, layer, kv_head)
+        attention = HeadAttention(trace.head(layer, kv_head), facts, gone if options.over == "held" else None)
+        sums.missing += attention.missing
+        sums.assumed |= facts.assumed
+        if gone is not None:
+            sums.evicted[layer, kv_head] = gone
+        if options.sinks is None:
+            sinks = find_sinks(attention, window, options.sink_share)
+        else:
+            sinks = [list(range(min(options.sinks, length)))] * attention.groups
+        scanned = scan(attention, text.sentences, window, sinks, gone)
+        events = find_events(attention, scanned, steps.start, window, options)
+        share = scanned.share
+        known = ~np.isnan(share)
+        sums.share_sum += np.where(known, share, 0).sum(axis=0)
+        sums.share_count += known.sum(axis=0)
+        sums.share_max = np.fmax(sums.share_max, np.where(known, share, 0).max(axis=0))
+        sums.distant += np.nan_to_num(scanned.distant).sum(axis=0)
+        if scanned.lost is not None:
+            sums.lost += np.nan_to_num(scanned.lost).sum(axis=0)
+        sums.head_of.append(len(sums.heads) + events.group)
+        sums.events.append(events)
+        fired = np.bincount(events.group, minlength=attention.groups)
+        for group in range(attention.groups):
+            sums.heads.append(head_row(layer, kv_head, group, scanned, int(fired[group]), steps, text.token_id, window))
+        if progress is not None:
+            progress(done + 1, len(chosen))
+    return sums
+
+
+def _token_frame(frame: pd.DataFrame, text: Text, sums: _Sums, revisits: Revisits) -> pd.DataFrame:
+    tokens = frame[["position", "token_id", "token", "phase", "logprob", "entropy"]].copy()
+    tokens["token"] = tokens["token"].astype(str)
+    tokens["phase"] = tokens["phase"].astype(str)
+    tokens["sentence"] = text.sentences.of
+    with np.errstate(invalid="ignore", divide="ignore"):
+        tokens["distant_share"] = sums.share_sum / sums.share_count
+    tokens["distant_share_max"] = sums.share_max
+    steps = slice(revisits.first_step, revisits.first_step + len(revisits.flagged))
+    for name, value, empty in (
+        ("global_heads", revisits.heads, 0),
+        ("agreeing_heads", revisits.agree, 0),
+        ("p", revisits.p, np.nan),
+        ("q", revisits.q, np.nan),
+        ("revisit", revisits.flagged, False),
+        ("reason", revisits.reason, ""),
+    ):
+        column = np.full(text.length, empty, dtype=object if isinstance(empty, str) else np.asarray(value).dtype)
+        column[steps] = value
+        tokens[name] = column
+    return tokens
+
+
+def _revisit_frames(
+    sums: _Sums, events: Events, head_of: npt.NDArray[np.int64], revisits: Revisits, text: Text, options: AnalyzeOptions
+) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """One row per revisit, by falling score, and one row per revisit and target span."""
+    by_step: dict[int, list[int]] = {}
+    for index, step in enumerate(events.step.tolist()):
+        by_step.setdefault(step, []).append(index)
+    rows, targets = [], []
+    for step in revisits.steps.tolist():
+        index = np.array(by_step[step])
+        at = step - revisits.first_step
+        found = span_rows(step, spans(*merged(events, index), options.target_mass), text)
+        targets += found
+        best = found[0]
+        rows.append(
+            {
+                "position": step,
+                "token": text.text(step, step + 1),
+                "writes": text.text(step + 1, step + 2) if step + 1 < text.length else "",
+                "phase": text.phase[step],
+                "sentence": int(text.sentences.of[step]),
+                "score": float(events.share[index].sum()),
+                "p": float(revisits.p[at]),
+                "q": float(revisits.q[at]),
+                "reason": str(revisits.reason[at]),
+                "heads": [head_name(sums.heads[number]) for number in sorted(set(head_of[index].tolist()))],
+                "target_start": best["start"],
+                "target_stop": best["stop"],
+                "target_share": best["share"],
+                "target_period": best["period"],
+                "distance": best["distance"],
+                "target_text": best["text"],
+            }
+        )
+    columns = ["position", "token", "writes", "phase", "sentence", "score", "p", "q", "reason", "heads"]
+    columns += ["target_start", "target_stop", "target_share", "target_period", "distance", "target_text"]
+    frame = pd.DataFrame(rows, columns=columns)
+    frame = frame.sort_values(["score", "position"], ascending=[False, True], ignore_index=True)
+    target_columns = ["position", "start", "stop", "share", "distance", "sentence", "phase", "period", "text"]
+    return frame, pd.DataFrame(targets, columns=target_columns)
+
+
+def head_name(head: Any) -> str:
+    """``layer.kv_head.query_head`` of a head's row."""
+    return f"{int(head['layer'])}.{int(head['kv_head'])}.{int(head['query_head'])}"
+
+
+def _head_frame(
+    sums: _Sums, events: Events, head_of: npt.NDArray[np.int64], revisits: Revisits, options: AnalyzeOptions
+) -> pd.DataFrame:
+    """All heads, with what they have to do with the trace's revisits."""
+    heads = pd.DataFrame(sums.heads)
+    flagged = np.isin(events.step, revisits.steps)
+    part = np.bincount(head_of[flagged], minlength=len(heads))
+    count = int(revisits.flagged.sum())
+    heads["revisits"] = part
+    heads["revisit_share"] = part / count if count else np.nan
+    # A head has a part in revisits if it fires in a twentieth of them, and twice at least.
+    revisiting = part >= np.maximum(2, 0.05 * count)
+    long_range = heads["distant_share"].to_numpy() >= options.min_share
+    heads["kind"] = np.where(revisiting, "revisiting", np.where(long_range, "long-range", "local"))
+    order = heads["kurtosis"].rank(ascending=False, method="first")
+    heads["receiver"] = (order <= RECEIVERS) & heads["kurtosis"].notna()
+    heads["retrieves"] = heads["retrieval"].fillna(0) > RETRIEVES
+    return heads
+
+
+def _common_sinks(heads: list[dict[str, Any]]) -> list[dict[str, int]]:
+    """Sink positions with the number of query heads that have them, most first."""
+    count: dict[int, int] = {}
+    for head in heads:
+        for position in head["sinks"]:
+            count[position] = count.get(position, 0) + 1
+    order = sorted(count, key=lambda position: (-count[position], position))
+    return [{"position": position, "heads": count[position]} for position in order[:16]]

@@ -1,0 +1,79 @@
+"""Say in words whether revisiting queries form few groups; it must be able to say no, and that it cannot tell."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pandas as pd
+from scipy.stats import false_discovery_control
+
+from beaconscope.analyze.clusters import FEWEST_REVISITS, GROUPS
+from beaconscope.analyze.options import AnalyzeOptions
+
+FEWEST = 20
+"""Revisits of a trace below which nothing is said."""
+_LEVEL = 0.05
+
+
+def judge(summary: dict[str, Any], clusters: pd.DataFrame, options: AnalyzeOptions) -> dict[str, Any]:
+    """Answer ``yes``, ``no`` or ``not enough``.
+
+    Yes where, in at least half of the tested query heads, revisits lie in fewer clusters than chance would have it
+    (Benjamini-Hochberg at 5 % over the heads), and in no more than half as many as there are. Heads are tested before
+    the rotary embedding where the trace has one, and need eight revisits.
+
+    Returns
+    -------
+    dict
+        ``question``, ``answer``, ``text``, ``revisits``, ``tested_heads``, ``concentrated_heads``, ``clustered_heads``,
+        ``median_groups``, ``median_p``, ``space``, ``would_change``.
+    """
+    revisits = summary["revisits"]
+    space = "pre-rope" if (clusters["space"] == "pre-rope").any() else "post-rope"
+    rows = clusters[clusters["space"] == space]
+    tested = rows[rows["concentration_p"].notna()]
+    result: dict[str, Any] = {
+        "question": "revisiting queries form few groups",
+        "revisits": revisits,
+        "space": space,
+        "tested_heads": len(tested),
+        "concentrated_heads": 0,
+        "clustered_heads": int(tested["clustered"].sum()),
+        "median_groups": float(tested["groups"].median()) if len(tested) else None,
+        "median_p": float(tested["concentration_p"].median()) if len(tested) else None,
+    }
+    if summary["steps"] == 0:
+        return result | {
+            "answer": "not enough",
+            "text": "Not enough to tell: the trace has no generated token with distant context.",
+            "would_change": f"a generation that goes more than {summary['window']} tokens beyond its beginning",
+        }
+    if revisits < FEWEST or not len(tested):
+        need = f"{FEWEST} revisits, and {FEWEST_REVISITS} of one query head"
+        return result | {
+            "answer": "not enough",
+            "text": f"Not enough revisits to tell: {revisits} found, and the question needs {need}.",
+            "would_change": f"a longer trace: {need}",
+        }
+    q = false_discovery_control(tested["concentration_p"].to_numpy(), method="bh")
+    few = (q <= _LEVEL) & (tested["groups"].to_numpy() <= GROUPS / 2) & (tested["effect"].to_numpy() > 0)
+    count = int(few.sum())
+    result["concentrated_heads"] = count
+    numbers = (
+        f"in {count} of {len(tested)} query heads tested, revisits lie in few of {GROUPS} clusters of queries "
+        f"(effective number at the median {result['median_groups']:.1f}, p {result['median_p']:.3f}, {space})"
+    )
+    half = len(tested) / 2
+    if count >= half:
+        return result | {
+            "answer": "yes",
+            "text": f"Yes: {numbers}.",
+            "would_change": f"fewer than half of the heads with a false discovery rate of at most {_LEVEL:g}, "
+            f"or more than {GROUPS // 2} clusters in effect",
+        }
+    return result | {
+        "answer": "no",
+        "text": f"No: only {numbers}." if count else f"No: {numbers}.",
+        "would_change": f"at least half of the heads with a false discovery rate of at most {_LEVEL:g} "
+        f"and at most {GROUPS // 2} clusters in effect",
+    }

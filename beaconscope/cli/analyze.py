@@ -1,0 +1,175 @@
+"""``beaconscope analyze``: what revisits what in a trace, which heads do it, and whether their queries cluster."""
+
+from __future__ import annotations
+
+from json import dumps
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from beaconscope.cli import output as out
+from beaconscope.cli.options import Force, Json, Output, Quiet, Verbose, Version
+from beaconscope.cli.terminal import Terminal
+from beaconscope.errors import UsageError
+
+WHAT = "What to analyze"
+REVISITS = "What counts as a revisit"
+CLUSTERS = "Clusters of queries"
+
+
+def analyze(
+    traces: Annotated[list[Path], typer.Argument(metavar="TRACE...", help="A trace; several are compared.")],
+    layers: Annotated[
+        str, typer.Option(help="Layers: all, 0,8,16 or 0-8:2.", rich_help_panel=WHAT, metavar="LIST")
+    ] = "all",
+    heads: Annotated[str, typer.Option(help="KV heads, likewise.", rich_help_panel=WHAT, metavar="LIST")] = "all",
+    over: Annotated[
+        str,
+        typer.Option(
+            help="Attention over everything recorded, as a full cache has it, or over what the cache held.",
+            rich_help_panel=WHAT,
+            metavar="everything|held",
+        ),
+    ] = "everything",
+    top: Annotated[int, typer.Option(min=1, help="Rows of each table.", rich_help_panel=WHAT)] = 10,
+    seed: Annotated[int, typer.Option(min=0, help="Of everything that is drawn.", rich_help_panel=WHAT)] = 0,
+    window: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens back from which on a position is distant. Default: an eighth of the trace, 16 to 128.",
+            rich_help_panel=REVISITS,
+        ),
+    ] = None,
+    sinks: Annotated[
+        int | None,
+        typer.Option(help="Take so many first positions as sinks instead of detecting them.", rich_help_panel=REVISITS),
+    ] = None,
+    sink_share: Annotated[
+        float, typer.Option(help="Mean attention above which a position is a sink.", rich_help_panel=REVISITS)
+    ] = 0.05,
+    min_share: Annotated[
+        float, typer.Option(help="Distant share of a global query, at least.", rich_help_panel=REVISITS)
+    ] = 0.3,
+    min_mass: Annotated[
+        float, typer.Option(help="Distant attention of a global query, at least.", rich_help_panel=REVISITS)
+    ] = 0.1,
+    min_z: Annotated[
+        float, typer.Option(help="Robust z against the head's own past, at least.", rich_help_panel=REVISITS)
+    ] = 3.0,
+    min_rise: Annotated[
+        float, typer.Option(help="Rise above the upper quartile of that past, at least.", rich_help_panel=REVISITS)
+    ] = 0.2,
+    history: Annotated[int, typer.Option(help="Steps of that past.", rich_help_panel=REVISITS)] = 256,
+    focus: Annotated[
+        int,
+        typer.Option(help="Positions that hold half of a global query's distant mass.", rich_help_panel=REVISITS),
+    ] = 16,
+    span: Annotated[
+        int, typer.Option(help="Tokens that hold half of a global query's distant mass.", rich_help_panel=REVISITS)
+    ] = 32,
+    fdr: Annotated[float, typer.Option(help="False discovery rate of revisits.", rich_help_panel=REVISITS)] = 0.05,
+    agree_within: Annotated[
+        int, typer.Option(help="Tokens within which heads look at one place.", rich_help_panel=REVISITS)
+    ] = 8,
+    lone_share: Annotated[
+        float,
+        typer.Option(
+            help="Distant share at which one head alone makes a revisit; 1.01 for never.", rich_help_panel=REVISITS
+        ),
+    ] = 0.5,
+    lone_focus: Annotated[
+        int, typer.Option(help="Tokens that hold half of a lone look back.", rich_help_panel=REVISITS)
+    ] = 16,
+    lone_rate: Annotated[
+        float, typer.Option(help="Share of steps above which lone looks are noise.", rich_help_panel=REVISITS)
+    ] = 0.25,
+    target_mass: Annotated[
+        float, typer.Option(help="Share of distant mass that target spans hold.", rich_help_panel=REVISITS)
+    ] = 0.8,
+    shifts: Annotated[int, typer.Option(help="Draws of the time-shifted null.", rich_help_panel=REVISITS)] = 200,
+    clusters: Annotated[int, typer.Option(help="Largest number of clusters tried.", rich_help_panel=CLUSTERS)] = 12,
+    cluster_heads: Annotated[
+        int, typer.Option(help="Query heads whose queries are clustered.", rich_help_panel=CLUSTERS)
+    ] = 8,
+    cluster_queries: Annotated[
+        int, typer.Option(help="Queries of a head that are clustered, at most.", rich_help_panel=CLUSTERS)
+    ] = 400,
+    permutations: Annotated[int, typer.Option(help="Draws of the permutation test.", rich_help_panel=CLUSTERS)] = 999,
+    output: Output = None,
+    force: Force = False,
+    json: Json = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+    version: Version = False,
+) -> None:
+    """Say which tokens revisit earlier thoughts, what they revisit, by which heads, and whether their queries cluster.
+
+    Several traces are compared instead. Nothing is written unless --output names a file.
+    """
+    for trace in traces:
+        out.input_file(trace)
+    if output is not None:
+        if len(traces) > 1:
+            raise UsageError("--output holds the tokens of one trace; give one trace, or --json for a comparison")
+        if output in traces:
+            raise UsageError(f"{output} is the trace itself; give --output another name")
+        out.writable_file(output, force=force)
+
+    from beaconscope import AnalyzeOptions, load_trace
+    from beaconscope.analyze import analyze as run
+    from beaconscope.analyze import compare
+
+    options = AnalyzeOptions(
+        layers=layers,
+        heads=heads,
+        over=over,  # type: ignore[arg-type]
+        window=window,
+        sinks=sinks,
+        sink_share=sink_share,
+        min_share=min_share,
+        min_mass=min_mass,
+        min_z=min_z,
+        min_rise=min_rise,
+        history=history,
+        focus=focus,
+        span=span,
+        fdr=fdr,
+        agree_within=agree_within,
+        lone_share=lone_share,
+        lone_focus=lone_focus,
+        lone_rate=lone_rate,
+        target_mass=target_mass,
+        shifts=shifts,
+        clusters=clusters,
+        cluster_heads=cluster_heads,
+        cluster_queries=cluster_queries,
+        permutations=permutations,
+        seed=seed,
+    )
+    terminal = Terminal(quiet, verbose)
+    loaded = [load_trace(trace) for trace in traces]
+    analyses = []
+    for trace in loaded:
+        with terminal.progress(f"Analyzing {trace.path.name}", "heads") as report:
+            analyses.append(run(trace, options, report))
+    if output is not None:
+        analyses[0].save(output)
+    if len(analyses) > 1:
+        compared = compare(loaded, analyses)
+        if json:
+            typer.echo(dumps(compared.to_dict(), indent=2, allow_nan=False))
+        elif not quiet:
+            from beaconscope.cli.analyze_tables import show_comparison
+
+            show_comparison(compared, top)
+        return
+    if json:
+        typer.echo(dumps(analyses[0].to_dict(), indent=2, allow_nan=False))
+    elif not quiet:
+        from beaconscope.cli.analyze_tables import show_analysis
+
+        show_analysis(analyses[0], top)
+    if output is not None:
+        # With --json the result on stdout stays JSON.
+        Terminal(quiet or json, verbose).wrote(output, "beaconscope", "report", str(traces[0]))
