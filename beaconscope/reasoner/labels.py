@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from beaconscope.errors import BeaconScopeError
-from beaconscope.reasoner.task import Kind, Recall, Span
+from beaconscope.reasoner.task import ADDING, SUBTRACTING, Kind, Recall, Span
 from beaconscope.reasoner.vocabulary import DIGITS, LABELS, LETTERS, WORDS, decode
 
 
@@ -84,7 +84,7 @@ def label(token_ids: Sequence[int], prompt_length: int) -> list[Recall]:
         before3, before2, before1 = words[position - 3 : position]
         if before2 == "for" and before1 in LABELS:
             add(position, "operation", entries.get(before1, []))
-        elif before3 == "for" and before2 in LABELS and before1 in ("add", "subtract", "keep"):
+        elif before3 == "for" and before2 in LABELS and before1 in (*ADDING, *SUBTRACTING, "keep"):
             add(position, "letter", entries.get(before2, []))
         elif before3 in ("+", "-") and before2 in LETTERS and before1 == "gives":
             add(position, "value", sources.get(before2, []))

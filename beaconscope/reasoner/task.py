@@ -33,8 +33,12 @@ from beaconscope.reasoner.vocabulary import LABELS, LETTERS, encode
 MODEL_FOLDER = Path(__file__).parent / "model"
 """The bundled model, a folder that transformers loads."""
 
-Operation = Literal["add", "subtract", "keep", "stop"]
+Operation = Literal["add", "plus", "subtract", "minus", "keep", "stop"]
 Kind = Literal["operation", "letter", "value"]
+
+ADDING: tuple[Operation, ...] = ("add", "plus")
+SUBTRACTING: tuple[Operation, ...] = ("subtract", "minus")
+"""Two words each, so that no operation is a safe guess without a look at the plan."""
 
 Span = tuple[int, int]
 """First position and the position after the last."""
@@ -212,7 +216,7 @@ def make_problem(size: Size, rng: random.Random) -> Problem:
             steps.append(Step(label, "keep", kept[-1]))
             continue
         pool = kept if kept and rng.random() < 0.5 else given
-        steps.append(Step(label, rng.choice(("add", "subtract")), rng.choice(pool)))
+        steps.append(Step(label, rng.choice(ADDING + SUBTRACTING), rng.choice(pool)))
     steps.append(Step(LABELS[first + size.steps], "stop"))
     shown = steps.copy()
     rng.shuffle(shown)
@@ -289,7 +293,7 @@ def solve(problem: Problem) -> Solution:
             source[step.letter] = (begin, begin + 4)
             value[step.letter] = total
             continue
-        sign = 1 if step.operation == "add" else -1
+        sign = 1 if step.operation in ADDING else -1
         words += [str(total), "+" if sign == 1 else "-", step.letter, "gives"]
         total = (total + sign * value[step.letter]) % 10
         recalled(str(total), "value", source[step.letter])

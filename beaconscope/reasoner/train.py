@@ -10,7 +10,9 @@
    earlier stage.
 5. In half of the batches a random gap of positions lies between the prompt and the chain, so that
    distance does not matter.
-6. AdamW, a short warm-up, a constant rate, then a cosine to zero over the last part.
+6. In some batches of the last stage no position sees farther back than a random window, so that the model learns to
+   be unsure, and not to make something up, where it cannot see what it needs.
+7. AdamW, a short warm-up, a constant rate, then a cosine to zero over the last part.
 
 A run is a function of its seed and options up to the order of floating-point sums, and resumes from its checkpoint.
 At its end the model is written to ``DIR/model`` as the package holds it, and measured (``evaluate``). ``--quick`` runs
@@ -37,7 +39,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers import __version__ as transformers_version
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from beaconscope.reasoner.evaluate import evaluate
+from beaconscope.reasoner.evaluate import SINKS, evaluate
 from beaconscope.reasoner.task import SIZES, Problem, Size, Solution, make_problem, solve
 from beaconscope.reasoner.tokenizer import make_tokenizer
 from beaconscope.reasoner.vocabulary import DIGITS, EOS, PAD, WORDS, encode
@@ -89,9 +91,11 @@ class Recipe:
     """Weight of the mean loss of recalled tokens, beside the mean of all."""
     probe_weight: float = 0.3
     aim_weight: float = 0.3
-    advance_at: float = 0.96
+    advance_at: float = 0.94
     """Running share of recalled tokens that have to be right before a stage is left."""
     largest_gap: int = 1500
+    blind_share: float = 0.15
+    """Share of batches of the last stage in which no position sees farther back than a random window."""
     batch_scale: float = 1.0
     """Batches hold this many times the tokens that their stage says."""
 
@@ -185,6 +189,7 @@ class Probed(nn.Module):
         values: Tensor,
         rows: Tensor,
         aims: Tensor,
+        mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Losses of all chain tokens, recalled tokens, probes and aim, and the share of recalls right.
 
@@ -198,7 +203,7 @@ class Probed(nn.Module):
         for depth, layer in enumerate(inner.layers):
             if depth == 1:
                 aim = _aim_loss(layer, hidden, rotary, rows, aims, values.gather(1, rows) != IGNORE)
-            hidden = layer(hidden, attention_mask=None, position_embeddings=rotary)
+            hidden = layer(hidden, attention_mask=mask, position_embeddings=rotary)
             if depth == 0:
                 probes.append(_loss(self.name_probe(hidden), names))
             if depth == 1:
@@ -253,6 +258,12 @@ def _positions(prompt_length: int, length: int, gap: int) -> Tensor:
     return positions[None]  # [1, L]
 
 
+def _window(length: int, window: int) -> Tensor:
+    """Mask under which a row sees the last ``window`` positions and the sinks, [1, 1, L, L]."""
+    row, column = torch.arange(length)[:, None], torch.arange(length)[None]
+    return ((column <= row) & ((row - column <= window) | (column < SINKS)))[None, None]
+
+
 def _draw_size(stage: int, rng: random.Random) -> Size:
     earlier = stage > 0 and rng.random() < 0.2
     return STAGES[rng.randrange(stage) if earlier else stage].draw(rng)
@@ -304,6 +315,7 @@ def train(recipe: Recipe, out: Path, *, resume: bool = False, compiled: bool = T
             problems = [make_problem(size, rng) for _ in range(rows)]
             batch = make_batch([(problem, solve(problem)) for problem in problems])
             gap = rng.randrange(recipe.largest_gap) if rng.random() < 0.5 else 0
+            blind = state["stage"] == len(STAGES) - 1 and rng.random() < recipe.blind_share
             rate = recipe.rate(state["step"])
             for group in optimizer.param_groups:
                 group["lr"] = rate
@@ -317,8 +329,11 @@ def train(recipe: Recipe, out: Path, *, resume: bool = False, compiled: bool = T
                 batch.values,
                 batch.rows,
                 batch.aims,
+                _window(length, rng.randint(40, 128)) if blind else None,
             )
-            loss = every + recipe.recall_weight * recalled + recipe.probe_weight * probe
+            loss = every + recipe.recall_weight * recalled
+            if not blind:
+                loss = loss + recipe.probe_weight * probe
             if STAGES[state["stage"]].guided:
                 loss = loss + recipe.aim_weight * aim
             optimizer.zero_grad()
@@ -326,7 +341,8 @@ def train(recipe: Recipe, out: Path, *, resume: bool = False, compiled: bool = T
             nn.utils.clip_grad_norm_(probed.parameters(), 1.0)
             optimizer.step()
 
-            state["running"] = 0.97 * state["running"] + 0.03 * float(right)
+            if not blind:
+                state["running"] = 0.97 * state["running"] + 0.03 * float(right)
             state["tokens"] += rows * length
             state["seconds"] = before + time.monotonic() - begin
             if state["step"] % 20 == 0 or state["step"] == recipe.steps - 1:
@@ -334,6 +350,7 @@ def train(recipe: Recipe, out: Path, *, resume: bool = False, compiled: bool = T
                     "step": state["step"],
                     "stage": state["stage"],
                     "steps_of_plan": size.steps,
+                    "blind": blind,
                     "loss": round(float(every.detach()), 5),
                     "recall_loss": round(float(recalled.detach()), 5),
                     "probe_loss": round(float(probe.detach()), 5),

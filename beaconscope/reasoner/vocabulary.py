@@ -13,7 +13,7 @@ LETTERS = tuple("abcdefghijklmnopqrstuvwxyz")
 LABELS = tuple(f"{number:02d}" for number in range(1, 49))
 PLAIN = (
     *("given", "plan", "start", "at", "with", "step", "the", "total", "is", "recall", "for"),
-    *("add", "subtract", "keep", "stop", "so", "gives", "answer", "=", ",", ";", ".", ":", "+", "-"),
+    *("add", "subtract", "keep", "stop", "so", "gives", "answer", "=", ",", ";", ".", ":", "+", "-", "plus", "minus"),
 )
 WORDS = SPECIAL + DIGITS + LETTERS + LABELS + PLAIN
 

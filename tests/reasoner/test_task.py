@@ -86,12 +86,12 @@ def test_lengths_are_what_the_size_says(problem: Problem) -> None:
 def test_answer_by_arithmetic_on_the_text(problem: Problem) -> None:
     # An independent reading of the problem: regular expressions and Python's own arithmetic.
     value = {letter: int(digit) for letter, digit in re.findall(r"([a-z]) = (\d)", problem.text)}
-    plan = re.findall(r"(\d\d) (add|subtract|keep|stop)(?: ([a-z]))? ;", problem.text)
+    plan = re.findall(r"(\d\d) (add|plus|subtract|minus|keep|stop)(?: ([a-z]))? ;", problem.text)
     total = int(problem.text.split()[-2])
     for _, operation, letter in sorted(plan):
-        if operation == "add":
+        if operation in ("add", "plus"):
             total = (total + value[letter]) % 10
-        elif operation == "subtract":
+        elif operation in ("subtract", "minus"):
             total = (total - value[letter]) % 10
         elif operation == "keep":
             value[letter] = total
