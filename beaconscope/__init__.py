@@ -95,7 +95,7 @@ def __dir__() -> list[str]:
 
 
 class _Package(ModuleType):
-    """This package, where a public name outranks the subpackage of the same name.
+    """The package itself, where a public name outranks the subpackage of the same name.
 
     ``beaconscope.record`` is the function, but Python binds a subpackage to its parent when it is imported, which would
     hide the function behind its own folder. ``from beaconscope.record import ...`` is not touched by this.
