@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -13,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from beaconscope.errors import BeaconScopeError
 
-_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
+_HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt")
 
 
@@ -48,7 +50,7 @@ def load_model(options: LoadOptions) -> LoadedModel:
     Raises
     ------
     BeaconScopeError
-        When the model is missing or has no weights, the device is absent, or the library cannot load it.
+        When the model is missing or lacks weights, the device is absent, or the library cannot load it.
     """
     device = None if options.device_map else pick_device(options.device)
     source, extra = _locate(options)
@@ -60,19 +62,21 @@ def load_model(options: LoadOptions) -> LoadedModel:
     if options.device_map:
         loading["device_map"] = options.device_map
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source, **common)
-        model = AutoModelForCausalLM.from_pretrained(source, **common, **loading)
-        if device is not None:
-            model.to(device)  # type: ignore[arg-type]  # the library wraps the method and loses its type
+        with _library_errors(options.model):
+            tokenizer = AutoTokenizer.from_pretrained(source, **common)
+            pair: Any = AutoModelForCausalLM.from_pretrained(
+                source, **common, **loading, output_loading_info=True, ignore_mismatched_sizes=True
+            )
+            model: PreTrainedModel = pair[0]
+            found: dict[str, Any] = pair[1]
+            _check_weights(options.model, found)
+            if device is not None:
+                model.to(device)  # type: ignore[arg-type]  # the library wraps the method and loses its type
     except torch.OutOfMemoryError:
         raise BeaconScopeError(
-            f"{options.model} does not fit into the memory of {device}; give --dtype bfloat16, --device-map auto or "
-            "another device"
+            f"{options.model} does not fit into the memory of {device or 'the devices'}; give --dtype bfloat16, "
+            "--device-map auto or another device"
         ) from None
-    except (OSError, ValueError, ImportError, RuntimeError, KeyError, TypeError) as error:
-        # What the library says runs over many lines; the first says what is wrong.
-        first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise BeaconScopeError(f"cannot load the model {options.model}: {first}") from error
     model.train(False)
     return LoadedModel(model, tokenizer, options.model, options.revision)
 
@@ -90,6 +94,8 @@ def pick_device(name: str) -> torch.device:
         return torch.device("cpu") if accelerator is None else accelerator
     try:
         device = torch.device(name)
+        if device.type == "meta":
+            raise RuntimeError
     except RuntimeError:
         raise BeaconScopeError(f"{name!r} is no device; give auto, cpu, cuda, cuda:0 or mps") from None
     if device.type == "cuda" and not torch.cuda.is_available():
@@ -101,8 +107,37 @@ def pick_device(name: str) -> torch.device:
     return device
 
 
+@contextmanager
+def _library_errors(model: str) -> Iterator[None]:
+    """Say in one line what the library has against a model's files, whose faults it answers with errors of any kind."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, BeaconScopeError):
+        raise
+    except Exception as error:
+        # What it says runs over many lines; the first says what is wrong.
+        first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        remedy = "; is the file whole?" if model.lower().endswith(".gguf") else ""
+        raise BeaconScopeError(f"cannot load the model {model}: {first.removesuffix(':')}{remedy}") from error
+
+
+def _check_weights(model: str, found: Mapping[str, Any]) -> None:
+    """Refuse a model some of whose weights the library had to make up."""
+    for name, held, wanted in sorted(found["mismatched_keys"], key=lambda key: str(key[0])):
+        raise BeaconScopeError(
+            f"the weights of {model} do not fit its config.json: {name} has shape {list(held)}, not {list(wanted)}"
+        )
+    missing = sorted(found["missing_keys"])
+    if missing:
+        raise BeaconScopeError(
+            f"the weights of {model} are incomplete: {len(missing)} are missing, such as {missing[0]}; fetch it again"
+        )
+
+
 def _locate(options: LoadOptions) -> tuple[str, dict[str, str]]:
     """Where to load from, and the arguments that it needs."""
+    if not options.model:
+        raise BeaconScopeError("no model is named; give a local folder, a .gguf file or a hub id (owner/name)")
     path = Path(options.model).expanduser()
     if path.suffix.lower() == ".gguf":
         if not path.is_file():
