@@ -70,7 +70,7 @@ def cache_argument(model: torch.nn.Module, cache: Any) -> dict[str, Any]:
     return {"cache" if "cache" in names else "past_key_values": cache}
 
 
-def generate(model: Any, prompt: Tensor, cache: Any = None, *, new_tokens: int = 16, **options: Any) -> Tensor:
+def generate(model: Any, prompt: Tensor, cache: Any = None, *, new_tokens: int = 12, **options: Any) -> Tensor:
     """Generate greedily; the new tokens [B, N]."""
     given = {} if cache is None else cache_argument(model, cache)
     with torch.no_grad():
