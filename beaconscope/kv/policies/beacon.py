@@ -21,29 +21,24 @@ from beaconscope.errors import UsageError
 from beaconscope.kv.beacons import BeaconSettings, BeaconTracker, QuerySpace, Rotation, Selector
 from beaconscope.kv.heads import HeadInfo
 from beaconscope.kv.policies.base import CacheView, Policy, PolicyState, QueryBlock, keep_highest
+from beaconscope.kv.policies.recent import RecentQueriesState
 
 Pooling = Literal["max", "mean"]
 
 MAX_BEACONS = 256
 
 
-class BeaconKVState(PolicyState):
+class BeaconKVState(RecentQueriesState):
     """The beacons and the most recent queries of one layer."""
 
     def __init__(self, policy: BeaconKV, heads: HeadInfo) -> None:
-        super().__init__(policy)
+        super().__init__(policy, heads, policy.recent)
         self._policy = policy
-        self._heads = heads
         self.tracker = BeaconTracker(policy.beacon_settings, heads)
-        self._recent = torch.zeros(
-            (heads.rows, len(heads.kv_heads), heads.group_size, 0, heads.size), device=heads.device
-        )  # [R, H, G, at most ``recent``, D], post-RoPE
 
     def observe(self, block: QueryBlock) -> None:
         self.tracker.observe(block.query, block.first_position)
-        if self._policy.recent:
-            newest = block.query[:, :, :, -self._policy.recent :].float()
-            self._recent = torch.cat([self._recent, newest], dim=3)[:, :, :, -self._policy.recent :]
+        super().observe(block)
 
     def keep(self, view: CacheView) -> Tensor:
         policy = self._policy

@@ -22,6 +22,8 @@ class RecentQueriesState(PolicyState):
         )  # [R, H, G, W, D], post-RoPE, W at most ``count``
 
     def observe(self, block: QueryBlock) -> None:
+        if not self._count:
+            return
         newest = block.query[:, :, :, -self._count :].float()
         self._recent = torch.cat([self._recent, newest], dim=3)[:, :, :, -self._count :]
 
