@@ -149,6 +149,12 @@ class CompressedCache(TappedCache):
         return chosen.lanes if isinstance(chosen, CompressedLayer) else []
 
     @property
+    def shared_layers(self) -> list[int]:
+        """Compressed layers whose heads share one stored entry (latent attention), so that they keep one set."""
+        layers = [layer for layer in self.compressed_layers if layer.keys is not None]
+        return [layer.layer for layer in layers if layer.keys.shape[1] != self._info[layer.layer].kv_heads]
+
+    @property
     def rows(self) -> list[Rows]:
         """The sequences of the batch by their length, as the first pass found them."""
         return self._rows

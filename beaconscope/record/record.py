@@ -27,6 +27,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from beaconscope.errors import BeaconScopeError, UsageError
 from beaconscope.kv.cache import CompressedCache
+from beaconscope.kv.kinds import token_kinds
 from beaconscope.models import TappedModel, tap, token_bytes
 from beaconscope.record.encode import encode_completion, encode_prompt
 from beaconscope.record.generate import Generation
@@ -295,7 +296,10 @@ class _Job:
                 "parameters": model.num_parameters(),
                 "attention_backend": self._tapped.backend,
             },
-            "tokenizer": {"id": getattr(self._tokenizer, "name_or_path", "") or self._model_id},
+            "tokenizer": {
+                "id": getattr(self._tokenizer, "name_or_path", "") or self._model_id,
+                "special_ids": sorted(_special_ids(self._tokenizer)),
+            },
             "rotary": rotary,
             "attention": attention,
             "prompt": text.prompt.prompt,
@@ -314,7 +318,7 @@ class _Job:
                 **{name: importlib.metadata.version(name) for name in _LIBRARIES},
             },
             "device": str(model.device),
-            "attention_over": "everything" if options.policy.capacity is None else "what the cache held",
+            "attention_over": "what the cache held" if options.policy.evicts else "everything",
         }
 
 
@@ -359,7 +363,8 @@ class _Run:
         self._tokenizer = tokenizer
         self._progress = progress
         self._recorder = Recorder(plan.layout, options.sink_positions, options.local_window, self._write_heads)
-        self.cache = CompressedCache(tapped, options.policy, observer=self._recorder)
+        kinds = _token_kinds(tapped.model, tokenizer) if options.policy.needs_kinds else None
+        self.cache = CompressedCache(tapped, options.policy, observer=self._recorder, token_kinds=kinds)
         self.generation = Generation(
             tapped.model,
             self.cache,
@@ -440,6 +445,7 @@ class _Run:
             "cut_reason": "interrupted by the user" if cut else None,
             "ended": row.ended,
             "prefill_passes": self._prefill,
+            "shared_layers": self.cache.shared_layers,
             "timings": {
                 "prefill_seconds": self._seconds["prefill"],
                 "decode_seconds": decode,
@@ -447,6 +453,19 @@ class _Run:
             },
             "peak_memory": _peak_memory(self._device) | {"cache": self.cache.nbytes},
         }
+
+
+def _special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """Ids of the tokens that stand for no text of their own."""
+    added = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return added | set(tokenizer.all_special_ids)
+
+
+def _token_kinds(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
+    """The kind of every token of the model's vocabulary, uint8 [V]."""
+    size = model.get_input_embeddings().weight.shape[0]
+    special = {index for index in _special_ids(tokenizer) if index < size}
+    return token_kinds(token_bytes(tokenizer, range(size)), special)
 
 
 def _end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from beaconscope.errors import BeaconScopeError
 from beaconscope.kv.heads import HeadInfo
+from beaconscope.kv.kinds import token_kinds
 from beaconscope.kv.rotary import Rotary
 from beaconscope.kv.step import AttentionStep
 from beaconscope.trace import Trace
@@ -32,6 +33,9 @@ class LayerData:
     window: int | None
     passes: tuple[int, ...]
     """Tokens of each forward pass of the prompt."""
+    shared: bool = False
+    """The heads share one stored entry (latent attention), so they have to keep the same set."""
+    kinds: Tensor | None = None  # uint8 [1, T], a TokenKind each
 
     @property
     def length(self) -> int:
@@ -54,10 +58,29 @@ class LayerData:
             scaling=self.scaling,
             device=self.query.device,
             rotary=self.rotary,
+            softcap=self.softcap,
+            sink_logit=self.sink_logit,
+            prompt=self.prompt_length,
+            shared=self.shared,
         )
 
-    def step(self, start: int, stop: int, held: Tensor) -> AttentionStep:
-        """The tokens ``start`` to ``stop`` attending to the positions ``held``, int64 [1, H, N], the new ones last."""
+    def alone(self, head: int) -> LayerData:
+        """The same layer with only its KV head number ``head``."""
+        one = slice(head, head + 1)
+        return replace(
+            self,
+            kv_heads=self.kv_heads[one],
+            query=self.query[:, one],
+            key=self.key[:, one],
+            value=None if self.value is None else self.value[:, one],
+            sink_logit=None if self.sink_logit is None else self.sink_logit[one],
+        )
+
+    def step(self, start: int, stop: int, held: Tensor, *, padded: bool = False) -> AttentionStep:
+        """The tokens ``start`` to ``stop`` attending to the positions ``held``, int64 [1, H, N], the new ones last.
+
+        A head that holds fewer than N has -1 in the first columns, where ``padded`` says that there are such heads.
+        """
         return AttentionStep(
             rows=None,
             first_position=start,
@@ -69,11 +92,30 @@ class LayerData:
             softcap=self.softcap,
             sink_logit=self.sink_logit,
             window=self.window,
+            kinds=None if self.kinds is None else self.kinds[:, start:stop],
+            padded=padded,
+        )
+
+    def everything(self, start: int, stop: int) -> AttentionStep:
+        """The tokens ``start`` to ``stop`` attending to all positions up to the last of them."""
+        heads = len(self.kv_heads)
+        return AttentionStep(
+            rows=None,
+            first_position=start,
+            query=self.query[:, :, :, start:stop],
+            key=self.key[:, :, :stop],
+            value=(self.key if self.value is None else self.value)[:, :, :stop],
+            key_positions=torch.arange(stop, device=self.key.device).expand(1, heads, stop),
+            scaling=self.scaling,
+            softcap=self.softcap,
+            sink_logit=self.sink_logit,
+            window=self.window,
         )
 
     def entries(self, of: Tensor, held: Tensor) -> Tensor:
-        """Keys or values [1, H, T, D] of the positions ``held`` [1, H, N]: [1, H, N, D]."""
-        return of.gather(2, held.unsqueeze(-1).expand(*held.shape, of.shape[-1]))
+        """Keys or values [1, H, T, D] of the positions ``held`` [1, H, N]: [1, H, N, D]; any entry for -1."""
+        index = held.clamp(min=0)
+        return of.gather(2, index.unsqueeze(-1).expand(*index.shape, of.shape[-1]))
 
 
 def load_layer(
@@ -130,7 +172,22 @@ def load_layer(
         sink_logit=None if sinks is None else torch.tensor(sinks, device=device)[list(heads)],
         window=window,
         passes=_within(passes, trace.length),
+        shared=layer in trace.metadata.get("shared_layers", ()),
+        kinds=_kinds(trace, device),
     )
+
+
+def _kinds(trace: Trace, device: str) -> Tensor | None:
+    """The kind of every token, uint8 [1, T]; None where the trace does not say which ids are special."""
+    special = trace.metadata.get("tokenizer", {}).get("special_ids")
+    if special is None:
+        return None
+    tokens = trace.tokens
+    pieces = [
+        str(text).encode() if data is None else bytes(data)
+        for text, data in zip(tokens["token"], tokens["token_bytes"], strict=True)
+    ]
+    return token_kinds(pieces, np.flatnonzero(tokens["token_id"].isin(special)).tolist()).unsqueeze(0).to(device)
 
 
 def _within(passes: tuple[int, ...], length: int) -> tuple[int, ...]:

@@ -32,9 +32,13 @@ class OracleState(PolicyState):
 
     def foresee(self, step: AttentionStep) -> None:
         """See a future step, whose entries are all positions up to its last; call it in order, before :meth:`keep`."""
-        self._mass = pad(self._mass, (0, step.key.shape[2] - self._mass.shape[-1]))
         for _, weight in step.blocks():
-            self._mass += weight.sum(dim=(2, 3))
+            self.receive(weight.sum(dim=(2, 3)))
+
+    def receive(self, attention: Tensor) -> None:
+        """See what future queries give in all to the first N positions, [R, H, N]."""
+        self._mass = pad(self._mass, (0, max(0, attention.shape[-1] - self._mass.shape[-1])))
+        self._mass[..., : attention.shape[-1]] += attention
 
     def keep(self, view: CacheView) -> Tensor:
         mass = pad(self._mass, (0, max(0, view.newest + 1 - self._mass.shape[-1])))

@@ -1,0 +1,93 @@
+"""The beacons of many BeaconKV settings, chosen once for all that choose them alike.
+
+Which queries are in a pool depends on its two sizes and on nothing that a cache keeps, and farthest-point sampling is
+greedy: K beacons are the first K of any larger choice from the same pool. So settings that share selector, query space,
+pool and seed share one history, which chooses at every position where one of them compresses. A reservoir and running
+centroids depend on K too, so that there only settings of the same K share.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from beaconscope.kv.beacons import BeaconSet, BeaconSettings, BeaconTracker
+from beaconscope.kv.heads import HeadInfo
+from beaconscope.kv.policies.beacon import BeaconKV
+from beaconscope.replay.layer import LayerData
+
+
+class _KnownBeacons(BeaconTracker):
+    """A tracker that looks up what its history chose."""
+
+    def __init__(self, settings: BeaconSettings, heads: HeadInfo, chosen: dict[int, BeaconSet]) -> None:
+        super().__init__(dataclasses.replace(settings, selector="none"), heads)
+        self._count = settings.count
+        self._chosen = chosen
+
+    def observe(self, query: Tensor, first_position: int) -> None:
+        """The history has seen every query."""
+
+    def choose(self, position: int) -> BeaconSet | None:
+        chosen = self._chosen[position]
+        return BeaconSet(chosen.vector[:, :, :, : self._count], chosen.source[:, :, :, : self._count])
+
+
+class BeaconHistories:
+    """The beacons of settings of one layer, by how they are chosen.
+
+    Parameters
+    ----------
+    data
+        The layer.
+    settings
+        Each with the positions at which it compresses.
+    """
+
+    def __init__(self, data: LayerData, settings: Sequence[tuple[BeaconKV, Sequence[int]]]) -> None:
+        self._data = data
+        self._heads = data.heads()
+        self._waiting: dict[BeaconSettings, tuple[int, set[int]]] = {}
+        for policy, fired in settings:
+            ways = policy.beacon_settings
+            if ways.count == 0 or ways.selector == "none":
+                continue
+            most, positions = self._waiting.get(_shared(ways), (0, set()))
+            self._waiting[_shared(ways)] = (max(most, ways.count), positions | set(fired))
+        self._known: dict[BeaconSettings, dict[int, BeaconSet]] = {}
+
+    def tracker(self, policy: BeaconKV) -> BeaconTracker:
+        """A tracker for one of the settings."""
+        ways = policy.beacon_settings
+        if ways.count == 0 or ways.selector == "none":
+            return BeaconTracker(ways, self._heads)
+        way = _shared(ways)
+        if way not in self._known:
+            self._known[way] = self._follow(way, *self._waiting[way])
+        return _KnownBeacons(ways, self._heads, self._known[way])
+
+    def _follow(self, way: BeaconSettings, count: int, fired: set[int]) -> dict[int, BeaconSet]:
+        """The ``count`` beacons chosen at each of the positions ``fired``."""
+        tracker = BeaconTracker(dataclasses.replace(way, count=count), self._heads)
+        chosen: dict[int, BeaconSet] = {}
+        start = 0
+        for position in sorted(fired):
+            tracker.observe(self._data.query[:, :, :, start : position + 1], start)
+            found = tracker.choose(position)
+            assert found is not None
+            chosen[position] = BeaconSet(found.vector.clone(), found.source.clone())
+            # A tracker that has current beacons chooses anew at every thinning, which nobody asks for here.
+            tracker.current = None
+            start = position + 1
+        return chosen
+
+
+def _shared(settings: BeaconSettings) -> BeaconSettings:
+    """What settings have in common that share a history."""
+    if settings.selector == "fps":
+        return dataclasses.replace(settings, count=0, seed=0)
+    if settings.selector == "kmeans":
+        return dataclasses.replace(settings, pool_low=0, pool_high=0, seed=0)
+    return dataclasses.replace(settings, pool_low=0, pool_high=0)
