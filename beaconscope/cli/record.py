@@ -104,8 +104,9 @@ def record(
         str,
         typer.Option(
             metavar="POLICY",
-            help="beacon, full, streaming-llm or random, or NAME:param=value,... With full nothing is evicted and the "
-            "beacons run as a shadow.",
+            help="beacon, full, streaming-llm, random, h2o, scissorhands, fastgen, snapkv, tova, r-kv, rpc, "
+            "lazy-eviction, keydiff, knorm or expected-attention, or NAME:param=value,... With full nothing is evicted "
+            "and the beacons run as a shadow.",
             rich_help_panel=CACHE,
         ),
     ] = "beacon",
