@@ -33,7 +33,7 @@ def expand(policies: Sequence[str], lists: Mapping[str, Sequence[object]]) -> li
     used: set[str] = set()
     found: dict[Policy, None] = {}
     for text in policies:
-        name, _, given = text.partition(":")
+        _, _, given = text.partition(":")
         kind = type(parse_policy(text))
         fixed = {part.partition("=")[0].strip().replace("-", "_") for part in given.split(",") if part.strip()}
         varied = [key for key in lists if key in kind.parameters() and key not in fixed]
@@ -43,7 +43,8 @@ def expand(policies: Sequence[str], lists: Mapping[str, Sequence[object]]) -> li
     idle = [key for key in lists if key not in used]
     if idle:
         raise UsageError(
-            f"--{idle[0].replace('_', '-')} has no effect with {', '.join(policies)}; leave it out, or add a policy that has it"
+            f"--{idle[0].replace('_', '-')} has no effect with {', '.join(policies)}; leave it out, or add a policy "
+            "that has it"
         )
     return list(found)
 
@@ -76,7 +77,8 @@ def read_grid(path: Path) -> list[Policy]:
 def with_controls(settings: Sequence[Policy]) -> list[Policy]:
     """The settings, and beside them at each of their budgets what they are to be measured by.
 
-    These are the full cache, random eviction under several seeds, StreamingLLM and the oracle, at the settings' intervals.
+    These are the full cache, random eviction under several seeds, StreamingLLM and the oracle, at the settings'
+    intervals.
     """
     found = dict.fromkeys(settings)
     found[Full()] = None

@@ -3,8 +3,8 @@
 A replay is teacher-forced: the queries are those of the recording, whatever its own cache had evicted by then.
 
 What many settings have in common is worked out once: the beacons of settings that choose them alike
-(:mod:`.beacon_history`), and the attention that the oracle foresees. Where positions alone decide (StreamingLLM) nothing
-has to be driven.
+(:mod:`.beacon_history`), and the attention that the oracle foresees. Where positions alone decide (StreamingLLM)
+nothing has to be driven.
 """
 
 from __future__ import annotations
@@ -112,8 +112,8 @@ def drive(policy: Policy, data: LayerData, histories: BeaconHistories | None = N
     """
     if policy.needs_kinds and data.kinds is None:
         raise BeaconScopeError(
-            f"the trace does not say which tokens are special, which {policy.name} has to know; record it anew, or leave "
-            f"{policy.name} out"
+            f"the trace does not say which tokens are special, which {policy.name} has to know; record it anew, or "
+            f"leave {policy.name} out"
         )
     heads, length, device = len(data.kv_heads), data.length, data.query.device
     last = torch.full((heads, length), NEVER, dtype=torch.int32, device=device)
