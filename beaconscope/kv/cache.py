@@ -151,8 +151,11 @@ class CompressedCache(TappedCache):
     @property
     def shared_layers(self) -> list[int]:
         """Compressed layers whose heads share one stored entry (latent attention), so that they keep one set."""
-        layers = [layer for layer in self.compressed_layers if layer.keys is not None]
-        return [layer.layer for layer in layers if layer.keys.shape[1] != self._info[layer.layer].kv_heads]
+        return [
+            layer.layer
+            for layer in self.compressed_layers
+            if layer.positions is not None and layer.positions.shape[1] != self._info[layer.layer].kv_heads
+        ]
 
     @property
     def rows(self) -> list[Rows]:

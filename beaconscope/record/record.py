@@ -463,7 +463,9 @@ def _special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
 
 def _token_kinds(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
     """The kind of every token of the model's vocabulary, uint8 [V]."""
-    size = model.get_input_embeddings().weight.shape[0]
+    embeddings = model.get_input_embeddings().weight
+    assert isinstance(embeddings, torch.Tensor)
+    size = embeddings.shape[0]
     special = {index for index in _special_ids(tokenizer) if index < size}
     return token_kinds(token_bytes(tokenizer, range(size)), special)
 

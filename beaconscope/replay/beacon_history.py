@@ -10,29 +10,46 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
-from beaconscope.kv.beacons import BeaconSet, BeaconSettings, BeaconTracker
+from beaconscope.kv.beacons import BeaconSet, BeaconSettings, BeaconTracker, Rotation
 from beaconscope.kv.heads import HeadInfo
 from beaconscope.kv.policies.beacon import BeaconKV
 from beaconscope.replay.layer import LayerData
 
 
+@dataclass
+class _History:
+    """What was chosen at each position, and the same as post-RoPE queries asked there."""
+
+    chosen: dict[int, BeaconSet]
+    rotated: dict[int, Tensor]
+
+
 class _KnownBeacons(BeaconTracker):
     """A tracker that looks up what its history chose."""
 
-    def __init__(self, settings: BeaconSettings, heads: HeadInfo, chosen: dict[int, BeaconSet]) -> None:
+    def __init__(self, settings: BeaconSettings, heads: HeadInfo, history: _History) -> None:
         super().__init__(dataclasses.replace(settings, selector="none"), heads)
         self._count = settings.count
-        self._chosen = chosen
+        self._history = history
 
     def observe(self, query: Tensor, first_position: int) -> None:
         """The history has seen every query."""
 
     def choose(self, position: int) -> BeaconSet | None:
-        chosen = self._chosen[position]
+        chosen = self._history.chosen[position]
         return BeaconSet(chosen.vector[:, :, :, : self._count], chosen.source[:, :, :, : self._count])
+
+    def rotated(self, beacons: BeaconSet, position: int, rotation: Rotation) -> Tensor:
+        if rotation == "own" or self._settings.query_space == "post-rope":
+            return super().rotated(beacons, position, rotation)
+        known = self._history.rotated
+        if position not in known:
+            known[position] = super().rotated(self._history.chosen[position], position, rotation)
+        return known[position][:, :, :, : self._count]
 
 
 class BeaconHistories:
@@ -56,7 +73,7 @@ class BeaconHistories:
                 continue
             most, positions = self._waiting.get(_shared(ways), (0, set()))
             self._waiting[_shared(ways)] = (max(most, ways.count), positions | set(fired))
-        self._known: dict[BeaconSettings, dict[int, BeaconSet]] = {}
+        self._known: dict[BeaconSettings, _History] = {}
 
     def tracker(self, policy: BeaconKV) -> BeaconTracker:
         """A tracker for one of the settings."""
@@ -65,7 +82,7 @@ class BeaconHistories:
             return BeaconTracker(ways, self._heads)
         way = _shared(ways)
         if way not in self._known:
-            self._known[way] = self._follow(way, *self._waiting[way])
+            self._known[way] = _History(self._follow(way, *self._waiting[way]), {})
         return _KnownBeacons(ways, self._heads, self._known[way])
 
     def _follow(self, way: BeaconSettings, count: int, fired: set[int]) -> dict[int, BeaconSet]:

@@ -115,7 +115,8 @@ def label(policy: Policy) -> str:
 
 def without_seed(policy: Policy) -> Policy:
     """The same policy with the default seed: what its seeds are averaged under."""
-    return replace(policy, seed=0) if any(field.name == "seed" for field in fields(policy)) else policy
+    seeded = {"seed": 0} if any(field.name == "seed" for field in fields(policy)) else {}
+    return replace(policy, **seeded)
 
 
 def _has(found: Mapping[Policy, None], kind: type[Policy], budget: int) -> bool:

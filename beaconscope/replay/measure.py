@@ -113,8 +113,7 @@ def _blocks(first: int, length: int, group: int, kept: Sequence[Kept]) -> Iterat
     while start < length:
         stop = min(start + most, length)
         if stop < length:
-            # Not too short, or the blocks lose more than the alignment gains.
-            stop = max(range(start + (most + 1) // 2, stop + 1), key=lambda end: (ends[end], end))
+            stop = max(range(start + 1, stop + 1), key=lambda end: (ends[end], end))
         yield start, stop
         start = stop
 
@@ -134,13 +133,15 @@ class _Gone:
     position: Tensor  # int32 [q]
     for_good: Tensor  # int64 [L], the settings that evict for good
     last: Tensor  # int32 [L, N], the last position that finds each entry, of these
+    fired: tuple[npt.NDArray[np.int64], ...]  # when each of these compresses, ascending
     at_will: Tensor  # int64 [C - L], the others
     there: Tensor  # bool [C - L, q, N], what they find
 
-    @property
-    def count(self) -> int:
-        """C."""
-        return len(self.for_good) + len(self.at_will)
+    def changing(self, start: int, stop: int) -> Iterator[int]:
+        """Those of the settings for good that compress after a query of the block which has others after it."""
+        for number, fired in enumerate(self.fired):
+            if np.searchsorted(fired, start) < np.searchsorted(fired, stop - 1):
+                yield number
 
     def of(self, query: Tensor) -> Tensor:
         """Whether each entry is gone for the queries ``query``, bool [C, q', N], settings for good first."""
@@ -159,6 +160,7 @@ class _Settings:
     def __init__(self, head: int, kept: Sequence[Kept]) -> None:
         self._head = head
         good = [(number, each) for number, each in enumerate(kept) if isinstance(each, Lifetimes)]
+        self._fired = tuple(np.array(each.fired, np.int64) for _, each in good)
         self._others = [each for each in kept if not isinstance(each, Lifetimes)]
         device = good[0][1].last.device if good else None
         self._for_good = torch.tensor([number for number, _ in good], dtype=torch.int64, device=device)
@@ -176,21 +178,18 @@ class _Settings:
         position = torch.arange(start, stop, dtype=torch.int32, device=self._last.device)
         none = torch.zeros((0, stop - start, stop), dtype=torch.bool, device=self._last.device)
         last = self._last[:, :stop] if len(self._last) else self._last.new_zeros((0, stop))
-        return _Gone(position, self._for_good, last, self._at_will, torch.stack(found) if found else none)
+        return _Gone(position, self._for_good, last, self._fired, self._at_will, torch.stack(found) if found else none)
 
 
 def _mass(weight: Tensor, gone: _Gone) -> Tensor:
     """Share of the attention [G, q, N] that went to what was there, [C, q]."""
     g, q, _ = weight.shape
     start, stop = int(gone.position[0]), int(gone.position[-1]) + 1
-    before = gone.last < start  # [L, N]
-    columns = torch.nonzero(before.any(dim=0))[:, 0]
-    # Most columns are gone for some setting or other once caches are full; before that, none is.
-    lost = weight[:, :, columns].reshape(g * q, -1) @ before[:, columns].T.to(weight.dtype)
-    lost = lost.view(g, q, -1)  # [G, q, L]
-    goes = (gone.last >= start) & (gone.last < stop - 1)
-    for setting in torch.nonzero(goes.any(dim=1))[:, 0].tolist():
-        entries = torch.nonzero(goes[setting])[:, 0]
+    before = (gone.last < start).to(weight.dtype)  # [L, N]
+    lost = (weight.view(g * q, -1) @ before.T).view(g, q, -1)  # [G, q, L]
+    for setting in gone.changing(start, stop):
+        last = gone.last[setting]
+        entries = torch.nonzero((last >= start) & (last < stop - 1))[:, 0]
         after = gone.position[:, None] > gone.last[setting, entries]  # [q, s]
         lost[:, :, setting] += (weight[:, :, entries] * after).sum(dim=-1)
     others = [(weight.transpose(0, 1) @ (~there).unsqueeze(-1).to(weight.dtype))[..., 0].T for there in gone.there]
@@ -224,7 +223,7 @@ def _output_error(weight: Tensor, gone: _Gone, query: Tensor, value: Tensor) -> 
     norm = full.norm(dim=-1).clamp(min=tiny)
     mask = gone.of(query)  # [C, q', N]
     errors = []
-    for part in mask.split(max(1, _BLOCK_BYTES // (4 * g * q * n))):
+    for part in torch.split(mask, max(1, _BLOCK_BYTES // (4 * g * q * n))):
         there = weight * ~part[:, None]  # [c, G, q', N]
         kept = (there @ value) / there.sum(dim=-1, keepdim=True).clamp(min=tiny)
         error = ((kept - full).norm(dim=-1) / norm).mean(dim=1)

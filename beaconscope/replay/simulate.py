@@ -34,12 +34,12 @@ class _Entries(CacheView):
         self.__dict__.update(_data=data, positions=held, newest=newest)
 
     @property
-    def key(self) -> Tensor:  # type: ignore[override]
+    def key(self) -> Tensor:
         data: LayerData = self.__dict__["_data"]
         return data.entries(data.key, self.positions)
 
     @property
-    def value(self) -> Tensor:  # type: ignore[override]
+    def value(self) -> Tensor:
         data: LayerData = self.__dict__["_data"]
         return data.entries(data.key if data.value is None else data.value, self.positions)
 
