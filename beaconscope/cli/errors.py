@@ -13,6 +13,7 @@ from beaconscope.errors import BeaconScopeError, UsageError
 
 FAILED = 1
 WRONG_USAGE = 2
+INTERRUPTED = 130
 
 
 class Command(TyperCommand):
@@ -22,7 +23,10 @@ class Command(TyperCommand):
     """
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command; exit code 2 for options that cannot hold together, 1 for any other mendable problem."""
+        """Run the command; exit code 2 for options that cannot hold together, 1 for any other mendable problem.
+
+        130 is that of Ctrl-C.
+        """
         try:
             return super().invoke(ctx)
         except BeaconScopeError as error:
@@ -34,10 +38,16 @@ class Command(TyperCommand):
                 raise
             code = FAILED
             _say(error, f"{error.filename}: {error.strerror}", verbose=ctx.params.get("verbose", False))
+        except KeyboardInterrupt as interrupt:
+            # Ctrl-C says nothing, unless something was left that the user should know of.
+            if not interrupt.args:
+                raise
+            code = INTERRUPTED
+            _say(interrupt, str(interrupt), verbose=ctx.params.get("verbose", False))
         raise typer.Exit(code)
 
 
-def _say(error: Exception, line: str, *, verbose: bool) -> None:
+def _say(error: BaseException, line: str, *, verbose: bool) -> None:
     if verbose:
         traceback.print_exception(error)
     typer.echo("error: " + " ".join(line.split()), err=True)
