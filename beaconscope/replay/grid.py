@@ -5,14 +5,17 @@ from __future__ import annotations
 import itertools
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from beaconscope.errors import BeaconScopeError, UsageError
-from beaconscope.kv.policies import POLICIES, Full, Oracle, Policy, RandomEviction, StreamingLLM, parse_policy
+from beaconscope.kv.policies import BeaconKV, Full, Oracle, Policy, RandomEviction, StreamingLLM, parse_policy
 
 RANDOM_SEEDS = 5
+"""Seeds of random eviction."""
+RANDOM_QUERY_SEEDS = 3
+"""Seeds of the beacons that are a random handful of past queries."""
 
 
 def expand(policies: Sequence[str], lists: Mapping[str, Sequence[object]]) -> list[Policy]:
@@ -75,30 +78,42 @@ def read_grid(path: Path) -> list[Policy]:
 
 
 def with_controls(settings: Sequence[Policy]) -> list[Policy]:
-    """The settings, and beside them at each of their budgets what they are to be measured by.
+    """The settings, and beside them what they are to be measured by.
 
-    These are the full cache, random eviction under several seeds, StreamingLLM and the oracle, at the settings'
-    intervals.
+    These are the full cache; at each budget and interval of the settings the oracle and random eviction under several
+    seeds, and at each budget StreamingLLM; and beside each BeaconKV setting its two twins (:func:`recent_only`,
+    :func:`random_queries`).
     """
-    found = dict.fromkeys(settings)
-    found[Full()] = None
+    found = dict.fromkeys([*settings, Full()])
     for setting in settings:
         if setting.capacity is None:
             continue
         budget, interval = setting.budget, setting.interval
-        for control in (Oracle, StreamingLLM, RandomEviction):
-            least = control(budget=1 << 20).protected + 1
-            if budget < least:
-                continue
-            if control is RandomEviction:
-                if interval == RandomEviction.interval or not _has(found, RandomEviction, budget):
-                    for seed in range(RANDOM_SEEDS):
-                        found[RandomEviction(budget=budget, interval=interval, seed=seed)] = None
-            elif control is Oracle:
-                found[Oracle(budget=budget, interval=interval)] = None
-            elif not _has(found, StreamingLLM, budget):
-                found[StreamingLLM(budget=budget)] = None
+        beside: list[Policy] = [Oracle(budget=budget, interval=interval)]
+        if budget > StreamingLLM.sinks:
+            beside.append(StreamingLLM(budget=budget))
+        if budget > RandomEviction.recent:
+            beside += [RandomEviction(budget=budget, interval=interval, seed=seed) for seed in range(RANDOM_SEEDS)]
+        if isinstance(setting, BeaconKV):
+            twin = recent_only(setting)
+            beside += [*random_queries(setting), *([] if twin is None else [twin])]
+        found.update(dict.fromkeys(beside))
     return list(found)
+
+
+def recent_only(setting: BeaconKV) -> BeaconKV | None:
+    """The same number of observing queries, all of them recent; None where there are no beacons or no room for it."""
+    observing = setting.recent + setting.beacons
+    if setting.beacons == 0 or setting.selector == "none" or setting.budget < observing + setting.sinks + 1:
+        return None
+    return replace(setting, beacons=0, recent=observing, pool_low=None, pool_high=None)
+
+
+def random_queries(setting: BeaconKV) -> list[BeaconKV]:
+    """The same with beacons that are a random handful of past queries, under several seeds."""
+    if setting.beacons == 0 or setting.selector in ("none", "random"):
+        return []
+    return [replace(setting, selector="random", seed=seed) for seed in range(RANDOM_QUERY_SEEDS)]
 
 
 def label(policy: Policy) -> str:
@@ -106,25 +121,35 @@ def label(policy: Policy) -> str:
     if isinstance(policy, Full):
         return policy.name
     default = type(policy)(budget=policy.budget)
-    parts = [f"budget={policy.budget}"]
+    parts = [f"budget={policy.budget}"] if "budget" in policy.parameters() else []
     for name in policy.parameters():
         if name not in ("budget", "seed") and getattr(policy, name) != getattr(default, name):
             parts.append(f"{name}={getattr(policy, name)}")
-    return f"{policy.name}:{','.join(parts)}"
+    return f"{policy.name}:{','.join(parts)}" if parts else policy.name
 
 
-def without_seed(policy: Policy) -> Policy:
-    """The same policy with the default seed: what its seeds are averaged under."""
-    seeded = {"seed": 0} if any(field.name == "seed" for field in fields(policy)) else {}
-    return replace(policy, **seeded)
+def split_policies(text: str) -> list[str]:
+    """The policies of a list such as ``beacon,snapkv:window=64,kernel=7,random``."""
+    found: list[str] = []
+    for piece in filter(None, (piece.strip() for piece in text.split(","))):
+        if found and "=" in piece and ":" not in piece:
+            found[-1] += f",{piece}"
+        else:
+            found.append(piece)
+    return found
 
 
-def _has(found: Mapping[Policy, None], kind: type[Policy], budget: int) -> bool:
-    return any(isinstance(policy, kind) and policy.budget == budget for policy in found)
+def default_lists(length: int) -> dict[str, list[object]]:
+    """Budgets and intervals that say something of a trace of ``length`` tokens: a sixteenth, an eighth, a quarter."""
+    budgets: list[object] = []
+    for part in (16, 8, 4):
+        size = length // part
+        size = max(40, size // 128 * 128 if size >= 128 else size // 8 * 8)
+        if size not in budgets:
+            budgets.append(size)
+    # In a short trace the usual interval of 128 would let a small cache hold nearly everything.
+    return {"budget": budgets} if length >= 2048 else {"budget": budgets, "interval": [max(4, length // 64)]}
 
 
 def _listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
-
-
-__all__ = ["POLICIES", "RANDOM_SEEDS", "expand", "label", "read_grid", "with_controls", "without_seed"]

@@ -73,33 +73,46 @@ class _Held:
         return order.where(held, -1)
 
 
-def simulate_all(policies: Sequence[Policy], data: LayerData) -> list[Kept]:
-    """What each policy would have kept of a layer.
+class Simulation:
+    """Policies on one layer, with what they have in common worked out once.
 
-    Raises
-    ------
-    BeaconScopeError
-        Where a policy has to know what the trace does not say.
+    Parameters
+    ----------
+    policies
+        All that :meth:`run` is going to be asked for.
+    data
+        The layer.
     """
-    histories = BeaconHistories(data, [(each, schedule(each, data)) for each in policies if isinstance(each, BeaconKV)])
-    oracles = [each for each in policies if isinstance(each, Oracle)]
-    foreseen = dict(zip(oracles, _foresee(oracles, data), strict=True))
-    found: list[Kept] = []
-    for policy in policies:
+
+    def __init__(self, policies: Sequence[Policy], data: LayerData) -> None:
+        self._data = data
+        self._histories = BeaconHistories(
+            data, [(each, schedule(each, data)) for each in policies if isinstance(each, BeaconKV)]
+        )
+        oracles = [each for each in policies if isinstance(each, Oracle)]
+        self._foreseen = dict(zip(oracles, _foresee(oracles, data), strict=True))
+
+    def run(self, policy: Policy) -> Kept:
+        """What one of the policies would have kept of the layer.
+
+        Raises
+        ------
+        BeaconScopeError
+            Where it has to know what the trace does not say.
+        """
         if isinstance(policy, Oracle):
-            found.append(foreseen[policy])
-        elif isinstance(policy, StaticMask):
-            found.append(Masks(policy, data.heads(), data.length))
-        elif isinstance(policy, StreamingLLM):
-            found.append(_streaming(policy, data))
-        else:
-            found.append(drive(policy, data, histories))
-    return found
+            return self._foreseen[policy]
+        if isinstance(policy, StaticMask):
+            return Masks(policy, self._data.heads(), self._data.length)
+        if isinstance(policy, StreamingLLM):
+            return _streaming(policy, self._data)
+        return drive(policy, self._data, self._histories)
 
 
-def simulate(policy: Policy, data: LayerData) -> Kept:
-    """What one policy would have kept of a layer; see :func:`simulate_all`."""
-    return simulate_all([policy], data)[0]
+def simulate(policies: Sequence[Policy], data: LayerData) -> list[Kept]:
+    """What each policy would have kept of a layer; see :class:`Simulation`."""
+    simulation = Simulation(policies, data)
+    return [simulation.run(policy) for policy in policies]
 
 
 def drive(policy: Policy, data: LayerData, histories: BeaconHistories | None = None) -> Lifetimes:

@@ -13,7 +13,7 @@ from beaconscope import BeaconKV, RandomEviction, StreamingLLM
 from beaconscope.kv.policies import BigBird, ETC, Full, KeyDiff, Longformer, Oracle, SnapKV, TOVA  # isort: skip
 from beaconscope.replay.kept import NEVER, Lifetimes
 from beaconscope.replay.measure import MeasureOptions, measure_head
-from beaconscope.replay.simulate import drive, schedule, simulate_all
+from beaconscope.replay.simulate import drive, schedule, simulate
 from tests.replay.made import made_layer
 
 ALL = [
@@ -64,7 +64,7 @@ def slow_measures(data, head, found, position, options):
 def test_measures_are_what_they_are_defined_to_be(softcap):
     data = made_layer(softcap=softcap)
     options = MeasureOptions(hits=5, output_every=1)
-    kept = simulate_all(ALL, data)
+    kept = simulate(ALL, data)
     for head in range(2):
         measured = measure_head(data, head, kept, options, no_revisits(data))
         assert measured.positions.tolist() == list(range(20, 150))
@@ -95,7 +95,7 @@ def test_a_regret_is_as_old_as_the_eviction():
 
 def test_the_share_of_a_learned_sink_counts_for_nobody():
     data = made_layer(60, sink_logit=torch.full((2, 2), 3.0))
-    kept = simulate_all([Full(), StreamingLLM(budget=59)], data)
+    kept = simulate([Full(), StreamingLLM(budget=59)], data)
     measured = measure_head(data, 0, kept, MeasureOptions(), no_revisits(data))
     assert (measured.mass == 1).all()
 
@@ -104,7 +104,7 @@ def test_output_errors_are_measured_where_asked():
     data = made_layer()
     revisits = no_revisits(data)
     revisits[[33, 40]] = True
-    kept = simulate_all([StreamingLLM(budget=24)], data)
+    kept = simulate([StreamingLLM(budget=24)], data)
     for every, expected in ((0, []), (50, [20, 33, 40, 70, 120])):
         measured = measure_head(data, 1, kept, MeasureOptions(output_every=every), revisits)
         assert measured.positions[~np.isnan(measured.output_error[0])].tolist() == expected
@@ -112,7 +112,7 @@ def test_output_errors_are_measured_where_asked():
 
 def test_without_values_there_is_no_output_error():
     data = made_layer(value=None)
-    measured = measure_head(data, 0, simulate_all([Full()], data), MeasureOptions(output_every=1), no_revisits(data))
+    measured = measure_head(data, 0, simulate([Full()], data), MeasureOptions(output_every=1), no_revisits(data))
     assert np.isnan(measured.output_error).all()
     assert (measured.mass == 1).all()
 
@@ -121,9 +121,7 @@ def test_full_and_a_budget_over_the_length_lose_nothing():
     data = made_layer()
     policies = [Full(), BeaconKV(budget=150), StreamingLLM(budget=150), Oracle(budget=150), RandomEviction(budget=150)]
     for head in range(2):
-        measured = measure_head(
-            data, head, simulate_all(policies, data), MeasureOptions(output_every=1), no_revisits(data)
-        )
+        measured = measure_head(data, head, simulate(policies, data), MeasureOptions(output_every=1), no_revisits(data))
         assert (measured.mass == 1).all()
         assert (measured.hit_rate == 1).all()
         assert (measured.output_error == 0).all()
@@ -149,7 +147,7 @@ def test_nothing_beats_the_oracle_at_its_own_schedule(seed, prompt, budget, inte
         SnapKV(**same, window=3),
         StreamingLLM(**same),
     ]
-    kept = simulate_all(policies, data)
+    kept = simulate(policies, data)
     assert len({each.fired for each in kept}) == 1
     for head in range(2):
         mass = measure_head(data, head, kept, MeasureOptions(), no_revisits(data)).mass.sum(axis=1)
@@ -161,7 +159,7 @@ def test_nothing_beats_the_oracle_at_its_own_schedule(seed, prompt, budget, inte
 def test_the_oracle_never_loses_by_a_larger_budget(seed, interval):
     """At budgets that are one interval apart, so that all compress at the same positions once they are full."""
     data = made_layer(90, prompt=3, seed=seed)
-    kept = simulate_all([Oracle(budget=3 + interval * n, interval=interval) for n in range(1, 6)], data)
+    kept = simulate([Oracle(budget=3 + interval * n, interval=interval) for n in range(1, 6)], data)
     mass = measure_head(data, 0, kept, MeasureOptions(), no_revisits(data)).mass.sum(axis=1)
     assert (np.diff(mass) >= -1e-3).all()
 
@@ -178,7 +176,7 @@ def test_shortcuts_find_what_driving_finds(passes, budget, interval, sinks):
     streaming = StreamingLLM(budget=budget, interval=interval, sinks=sinks)
     driven = drive(streaming, data)
     assert schedule(streaming, data) == driven.fired
-    at_once = simulate_all([streaming], data)[0]
+    at_once = simulate([streaming], data)[0]
     assert at_once.fired == driven.fired
     assert torch.equal(at_once.last, driven.last)
 
@@ -186,7 +184,7 @@ def test_shortcuts_find_what_driving_finds(passes, budget, interval, sinks):
 @pytest.mark.parametrize("policy", ALL, ids=lambda policy: policy.name)
 def test_sizes_count_what_queries_find(policy):
     data = made_layer()
-    kept = simulate_all([policy], data)[0]
+    kept = simulate([policy], data)[0]
     for head in range(2):
         found = [int(kept.found(head, position, position + 1).sum()) for position in range(data.length)]
         assert kept.sizes(head).tolist() == found
@@ -204,7 +202,7 @@ def test_settings_that_share_their_beacons_keep_what_they_keep_alone():
         for count in (0, 3, 8)
         for budget in (20, 33)
     ]
-    for policy, kept in zip(policies, simulate_all(policies, data), strict=True):
+    for policy, kept in zip(policies, simulate(policies, data), strict=True):
         alone = drive(policy, data)
         assert kept.fired == alone.fired
         assert torch.equal(kept.last, alone.last)

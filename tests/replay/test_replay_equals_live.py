@@ -22,7 +22,7 @@ from beaconscope.kv.policies import (
     SnapKV,
 )
 from beaconscope.replay.layer import load_layer
-from beaconscope.replay.simulate import drive, simulate_all
+from beaconscope.replay.simulate import drive, simulate
 from tests.record.recording import record_tiny
 from tests.tiny import tiny_model
 
@@ -63,7 +63,7 @@ def check(trace, policy):
     beside = BeaconKV(**{**SMALL, "beacons": 6, "budget": B + 3})
     for layer in trace.layers:
         data = load_layer(trace, layer)
-        for kept in (drive(policy, data), simulate_all([beside, policy], data)[1]):
+        for kept in (drive(policy, data), simulate([beside, policy], data)[1]):
             for number, head in enumerate(trace.kv_heads(layer)):
                 recorded, replayed = evictions(trace, layer, number, head, kept)
                 assert replayed == recorded
