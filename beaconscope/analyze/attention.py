@@ -92,6 +92,10 @@ class HeadAttention:
         """Whether attention is over every position, not over what a cache held."""
         return self._evicted_at is None
 
+    def total(self, weight: Tensor) -> Tensor:
+        """Sums of rows of weights [G, b, n]: one, less what a learned sink takes; nan for missing queries."""
+        return weight[:, :, 0] * 0.0 + 1.0 if self._sink is None else weight.sum(dim=-1)
+
     def blocks(self, most: int = 1 << 30) -> Iterator[tuple[int, int]]:
         """First and past-the-last positions of blocks of rows that fit the memory bound, of at most ``most`` rows."""
         start = 0

@@ -75,7 +75,7 @@ def cache_consequences(
         wanted += float(mass.sum())
         gone += of_step
         if of_step > 0:
-            row, column = np.unravel_index(int(np.argmax(mass * missing)), mass.shape)
+            row, column = divmod(int(np.argmax(mass * missing)), mass.shape[1])
             place = int(events.target[index[row], column])
             head = heads[head_of[index[row]]]
             rows.append(

@@ -110,7 +110,7 @@ def sweep_clusters(points: Array, counts: tuple[int, ...], seed: int) -> Sweep |
         )
     if not rows:
         return None
-    return Sweep(*(tuple(column) for column in zip(*rows, strict=True)))  # type: ignore[arg-type]
+    return Sweep(*(tuple(column) for column in zip(*rows, strict=True)))
 
 
 class MatchedNull:
@@ -238,7 +238,8 @@ def concentration(
 def _entropy(count: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.float64]:
     """Entropy of counts [N, K] in nats, [N]."""
     share = count / count.sum(axis=1, keepdims=True)
-    return -(share * np.log(np.where(share > 0, share, 1.0))).sum(axis=1)
+    entropy: npt.NDArray[np.float64] = -(share * np.log(np.where(share > 0, share, 1.0))).sum(axis=1)
+    return entropy
 
 
 def stability(points: Array, count: int, seed: int) -> tuple[float, float]:

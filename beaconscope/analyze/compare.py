@@ -175,9 +175,8 @@ def _matches(
                     else matched_cosine(one.cluster_centers_, stranger),
                 }
             )
-    return sorted(
-        rows, key=lambda row: (chosen.index(tuple(map(int, row["head"].split(".")))), row["space"] != "pre-rope")
-    )
+    order = [".".join(map(str, head)) for head in chosen]
+    return sorted(rows, key=lambda row: (order.index(row["head"]), row["space"] != "pre-rope"))
 
 
 def matched_cosine(first: Centroids, second: Centroids) -> float:

@@ -1,14 +1,16 @@
-"""Global queries: steps at which one query head, which mostly does not, looks far back at few places.
+"""Global queries: steps at which one query head turns to one distant place.
 
-A query of head h at step t is global where its distant share
+Of the attention that does not go to sinks, take what falls within 4 tokens of the most attended distant position: the
+head's *aim*. A query of a head is global where its aim
 
 1. is at least ``min_share``, with distant attention of at least ``min_mass``;
 2. stands out from that head's own past, the last ``history`` steps: robust z of at least ``min_z`` against their
-   median, and ``min_rise`` above their upper quartile (a head that looks far at every third step is not revisiting
+   median, and ``min_rise`` above their upper quartile (a head that takes aim at every third step is not revisiting
    then);
-3. is concentrated: half of the distant mass lies on at most ``focus`` positions, and within ``span`` tokens.
+3. leaves no wide rest: half of the distant mass lies on at most ``focus`` positions, and within ``span`` tokens.
 
-Where nothing is distant yet, a share is missing, not zero: the past begins after ``window`` steps.
+Not the distant share itself, because heads that fetch from afar often rest there too, spread over many fillers. Where
+nothing is distant yet, an aim is missing, not zero: the past begins after ``window`` steps.
 
 The first two come from the scan. Attention is computed once more for the few queries that pass them, for the third and
 for the places they look at.
@@ -40,7 +42,7 @@ class Events:
 
     group: npt.NDArray[np.int64]  # [N], query head in its group
     step: npt.NDArray[np.int64]  # [N], position of the query
-    share: npt.NDArray[np.float32]  # [N], distant share
+    share: npt.NDArray[np.float32]  # [N], aim
     mass: npt.NDArray[np.float32]  # [N], distant attention
     z: npt.NDArray[np.float32]  # [N]
     half: npt.NDArray[np.int64]  # [N], positions that hold half of the distant mass
@@ -74,7 +76,7 @@ def find_events(
     attention: HeadAttention, scanned: HeadScan, first_step: int, window: int, options: AnalyzeOptions
 ) -> Events:
     """Find the global queries of a KV head from ``first_step`` on."""
-    share = scanned.share.copy()
+    share = scanned.peak_share
     share[:, : window + 1] = np.nan
     z, usual = robust_z(share, options.history)
     with np.errstate(invalid="ignore"):

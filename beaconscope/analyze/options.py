@@ -28,14 +28,14 @@ class AnalyzeOptions:
     sink_share
         A detected sink draws more than this share of a head's attention on average, and half of it from most queries.
     min_share
-        Distant share from which on a query may be global.
+        Aim from which on a query may be global: the share of what does not go to sinks that goes to one distant place.
     min_mass
         Distant attention from which on a query may be global, sinks counted: a share of next to nothing is no look
         back.
     min_z
-        Robust z of the distant share against the head's own past from which on a query may be global.
+        Robust z of the aim against the head's own past from which on a query may be global.
     min_rise
-        How far the distant share must be above the upper quartile of the head's own past.
+        How far the aim must be above the upper quartile of the head's own past.
     history
         Steps of the past that a query is compared with.
     focus
@@ -47,7 +47,7 @@ class AnalyzeOptions:
     agree_within
         Tokens within which two heads look at one place.
     lone_share
-        Distant share from which on a head that looks back alone makes a revisit; 1.01 turns the rule off.
+        Aim from which on a head that looks back alone makes a revisit; 1.01 turns the rule off.
     lone_focus
         Tokens within which half of a lone look back must lie.
     lone_rate
@@ -88,9 +88,9 @@ class AnalyzeOptions:
     span: int = 32
     fdr: float = 0.05
     agree_within: int = 8
-    lone_share: float = 0.5
-    lone_focus: int = 16
-    lone_rate: float = 0.25
+    lone_share: float = 0.9
+    lone_focus: int = 8
+    lone_rate: float = 0.3
     target_mass: float = 0.8
     shifts: int = 200
     clusters: int = 12

@@ -47,7 +47,8 @@ def merged(events: Events, rows: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.
     target, mass = events.target[rows].ravel(), events.target_mass[rows].ravel().astype(np.float64)
     there = target >= 0
     position, index = np.unique(target[there], return_inverse=True)
-    return position, np.bincount(index, weights=mass[there], minlength=len(position)), float(events.mass[rows].sum())
+    attention = np.bincount(index, weights=mass[there], minlength=len(position)).astype(np.float64)
+    return position, attention, float(events.mass[rows].sum())
 
 
 def spans(

@@ -84,8 +84,8 @@ def analyze(trace: Trace, options: AnalyzeOptions | None = None, progress: Progr
     sentences = split_sentences([str(token) for token in frame["token"]], [str(phase) for phase in frame["phase"]])
     text = Text(frame, sentences, trace.prompt_length)
     window = options.window_of(trace.length)
-    # The query of the prompt's last token writes the first generated one. What is distant must have grown as long as what
-    # is near before a look back can stand out.
+    # The query of the prompt's last token writes the first generated one. What is distant must have grown as long as
+    # what is near before a look back can stand out.
     first = max(0, trace.prompt_length - 1)
     steps = range(min(trace.length, max(first, 2 * window)), trace.length)
     if trace.length == trace.prompt_length:
@@ -250,9 +250,9 @@ def _revisit_frames(
         by_step.setdefault(step, []).append(index)
     rows, targets = [], []
     for step in revisits.steps.tolist():
-        index = np.array(by_step[step])
+        chosen = np.array(by_step[step])
         at = step - revisits.first_step
-        found = span_rows(step, spans(*merged(events, index), options.target_mass), text)
+        found = span_rows(step, spans(*merged(events, chosen), options.target_mass), text)
         targets += found
         best = found[0]
         rows.append(
@@ -262,11 +262,11 @@ def _revisit_frames(
                 "writes": text.text(step + 1, step + 2) if step + 1 < text.length else "",
                 "phase": text.phase[step],
                 "sentence": int(text.sentences.of[step]),
-                "score": float(events.share[index].sum()),
+                "score": float(events.share[chosen].sum()),
                 "p": float(revisits.p[at]),
                 "q": float(revisits.q[at]),
                 "reason": str(revisits.reason[at]),
-                "heads": [head_name(sums.heads[number]) for number in sorted(set(head_of[index].tolist()))],
+                "heads": [head_name(sums.heads[number]) for number in sorted(set(head_of[chosen].tolist()))],
                 "target_start": best["start"],
                 "target_stop": best["stop"],
                 "target_share": best["share"],

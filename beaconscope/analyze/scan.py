@@ -23,6 +23,8 @@ from beaconscope.analyze.sentences import Sentences
 _SAMPLED_ROWS = 256
 _FEWEST_ROWS = 16
 _MOST_SINKS = 16
+_AROUND = 4
+"""Tokens on either side of a position that make a place with it."""
 AFTER_SENTENCES = 4
 """A sentence's vertical score counts from so many sentences later on (Thought Anchors)."""
 
@@ -35,6 +37,7 @@ class HeadScan:
     sink: npt.NDArray[np.float32]  # [G, T], attention on sinks
     local: npt.NDArray[np.float32]  # [G, T], on the last W tokens, sinks left out
     distant: npt.NDArray[np.float32]  # [G, T], on everything farther back, sinks left out
+    peak: npt.NDArray[np.float32]  # [G, T], the part of it within 4 tokens of the most attended position
     top: npt.NDArray[np.int64]  # [G, T], the most attended position that is no sink
     lost: npt.NDArray[np.float32] | None  # [G, T], distant attention on evicted positions
     vertical: npt.NDArray[np.float64]  # [G, S], nan for the last sentences and over a cache that evicts
@@ -43,9 +46,17 @@ class HeadScan:
     @property
     def share(self) -> npt.NDArray[np.float32]:
         """Distant share of what does not go to sinks, [G, T]; 0 where all goes to sinks, nan for a missing query."""
+        return self._of_rest(self.distant)
+
+    @property
+    def peak_share(self) -> npt.NDArray[np.float32]:
+        """Share of what does not go to sinks that goes to one distant place, [G, T]; else as `share`."""
+        return self._of_rest(self.peak)
+
+    def _of_rest(self, part: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
         rest = self.local + self.distant
         with np.errstate(invalid="ignore", divide="ignore"):
-            return np.where(rest > 1e-6, self.distant / rest, np.where(np.isnan(rest), np.nan, 0.0)).astype(np.float32)
+            return np.where(rest > 1e-6, part / rest, np.where(np.isnan(rest), np.nan, 0.0)).astype(np.float32)
 
 
 def find_sinks(attention: HeadAttention, window: int, share: float) -> list[list[int]]:
@@ -55,8 +66,8 @@ def find_sinks(attention: HeadAttention, window: int, share: float) -> list[list
     least 16. A sink draws more than ``share`` on average, and more than half of ``share`` from at least half of them: a
     place that is revisited now and then is none.
     """
-    positions = np.unique(np.linspace(min(window + 1, attention.length - 1), attention.length - 1, _SAMPLED_ROWS))
-    positions = positions.astype(np.int64)
+    last = attention.length - 1
+    positions = np.unique(np.linspace(min(window + 1, last), last, _SAMPLED_ROWS).astype(np.int64))
     found: list[list[int]] = []
     for group in range(attention.groups):
         total = torch.zeros(attention.length, dtype=torch.float64)
@@ -101,7 +112,7 @@ def scan(
         When each position left the recording's cache, None where nothing did.
     """
     g, length = attention.groups, attention.length
-    out = {name: torch.zeros(g, length) for name in ("sink", "local", "distant", "lost")}
+    out = {name: torch.zeros(g, length) for name in ("sink", "local", "distant", "peak", "lost")}
     top = torch.zeros(g, length, dtype=torch.int64)
     vertical = torch.zeros(g, len(sentences), dtype=torch.float64)
     distance = torch.zeros(g, length, dtype=torch.float64)
@@ -117,21 +128,24 @@ def scan(
         weight = attention.block(start, stop)  # [G, b, n]
         position = torch.arange(start, stop)
         rows = slice(start, stop)
-        total = weight.sum(dim=-1)
-        _add_vertical(vertical, weight, sentence_of[rows], sentences, *present)
+        total = attention.total(weight)
+        missing = attention.missing_query[:, rows]
+        clean = weight.nan_to_num(nan=0.0) if bool(missing.any()) else weight
+        _add_vertical(vertical, clean, sentence_of[rows], sentences, *present)
         for group, positions in enumerate(sinks):
             here = [at for at in positions if at < stop]
             out["sink"][group, rows] = weight[group][:, here].sum(dim=-1)
             # The columns are zeroed so that nothing below sees sinks.
-            weight[group][:, here] = weight[group][:, here] * 0.0
+            weight[group][:, here] = 0.0
+            clean[group][:, here] = 0.0
         first = max(0, start - window)
         near = torch.arange(first, stop) >= position[:, None] - window
         out["local"][:, rows] = (weight[:, :, first:] * near).sum(dim=-1)
         out["distant"][:, rows] = (total - out["sink"][:, rows] - out["local"][:, rows]).clamp(min=0)
-        top[:, rows] = weight.argmax(dim=-1)
-        _add_distance(distance, weight, start)
+        out["peak"][:, rows], top[:, rows] = _peak(clean, position, window)
+        _add_distance(distance, clean, start)
         if gone is not None:
-            _add_lost(out["lost"], weight, start, stop, window, gone, fired)
+            _add_lost(out["lost"], clean, start, stop, window, gone, fired)
 
     counted = (
         (present[0] > 0).flip(-1).cumsum(dim=-1).flip(-1)[:, AFTER_SENTENCES:]
@@ -145,6 +159,7 @@ def scan(
         sink=out["sink"].numpy(),
         local=out["local"].numpy(),
         distant=out["distant"].numpy(),
+        peak=out["peak"].numpy(),
         top=top.numpy(),
         lost=None if gone is None else out["lost"].numpy(),
         vertical=score,
@@ -170,8 +185,8 @@ def _add_vertical(
     stop = int(sentences.stop[last - AFTER_SENTENCES])
     member = torch.zeros(last - first + 1, len(sentence_of))
     member[sentence_of - first, torch.arange(len(sentence_of))] = 1.0
-    # Rows that are missing are left out of the sum; of a sentence none of whose rows is there nothing is known.
-    sums = (member @ weight[:, :, :stop].nan_to_num(nan=0.0)).numpy()  # [G, sentences of the rows, stop]
+    # Rows that are missing are zero here, and not among the pairs that are counted.
+    sums = (member @ weight[:, :, :stop]).numpy()  # [G, sentences of the rows, stop]
     by_sentence = np.add.reduceat(sums, sentences.start[: last - AFTER_SENTENCES + 1], axis=2, dtype=np.float64)
     pairs = queries[:, first : last + 1, None] * keys[: by_sentence.shape[2]]
     mean = torch.from_numpy(by_sentence) / pairs.clamp(min=1)
@@ -179,10 +194,30 @@ def _add_vertical(
     vertical[:, : mean.shape[2]] += (mean * earlier).sum(dim=1)
 
 
+def _peak(weight: Tensor, position: Tensor, window: int) -> tuple[Tensor, Tensor]:
+    """Attention within 4 tokens of the most attended distant position, and the most attended of all; both [G, b]."""
+    g, b, n = weight.shape
+    whole = max(0, int(position[0]) - window)  # columns that are distant for all the rows
+    some = min(n, max(0, int(position[-1]) - window))  # for some of them
+    best, at = weight.new_zeros(g, b), torch.zeros(g, b, dtype=torch.int64)
+    if whole:
+        best, at = weight[:, :, :whole].max(dim=-1)
+    if some > whole:
+        far = torch.arange(whole, some) < position[:, None] - window
+        nearer, near_at = (weight[:, :, whole:some] * far).max(dim=-1)
+        at = torch.where(nearer > best, near_at + whole, at)
+        best = torch.maximum(nearer, best)
+    local, local_at = weight[:, :, whole:].max(dim=-1)  # what it has of distant columns cannot beat the best of them
+    top = torch.where(local > best, local_at + whole, at)
+    place = at[:, :, None] + torch.arange(-_AROUND, _AROUND + 1)
+    inside = (place >= 0) & (place < (position - window)[:, None])
+    peak = weight.gather(-1, place.clamp(0, n - 1)) * inside
+    return peak.sum(dim=-1), top
+
+
 def _add_distance(distance: Tensor, weight: Tensor, start: int) -> None:
     """Add the sums over diagonals: attention at each distance."""
     g, b, n = weight.shape
-    weight = weight.nan_to_num(nan=0.0) if bool(weight[:, :, 0].isnan().any()) else weight
     # Row i moved left by i columns: column c is start - c tokens back, for every row.
     skewed = weight.as_strided((g, b, n - b + 1), (b * n, n + 1, 1))
     distance[:, : start + 1] += skewed.sum(dim=1).flip(-1).double()

@@ -49,13 +49,13 @@ def analyze(
         float, typer.Option(help="Mean attention above which a position is a sink.", rich_help_panel=REVISITS)
     ] = 0.05,
     min_share: Annotated[
-        float, typer.Option(help="Distant share of a global query, at least.", rich_help_panel=REVISITS)
+        float, typer.Option(help="Share that one distant place must draw, at least (aim).", rich_help_panel=REVISITS)
     ] = 0.3,
     min_mass: Annotated[
         float, typer.Option(help="Distant attention of a global query, at least.", rich_help_panel=REVISITS)
     ] = 0.1,
     min_z: Annotated[
-        float, typer.Option(help="Robust z against the head's own past, at least.", rich_help_panel=REVISITS)
+        float, typer.Option(help="Robust z of the aim against the head's own past, at least.", rich_help_panel=REVISITS)
     ] = 3.0,
     min_rise: Annotated[
         float, typer.Option(help="Rise above the upper quartile of that past, at least.", rich_help_panel=REVISITS)
@@ -74,16 +74,14 @@ def analyze(
     ] = 8,
     lone_share: Annotated[
         float,
-        typer.Option(
-            help="Distant share at which one head alone makes a revisit; 1.01 for never.", rich_help_panel=REVISITS
-        ),
-    ] = 0.5,
+        typer.Option(help="Aim at which one head alone makes a revisit; 1.01 for never.", rich_help_panel=REVISITS),
+    ] = 0.9,
     lone_focus: Annotated[
         int, typer.Option(help="Tokens that hold half of a lone look back.", rich_help_panel=REVISITS)
-    ] = 16,
+    ] = 8,
     lone_rate: Annotated[
         float, typer.Option(help="Share of steps above which lone looks are noise.", rich_help_panel=REVISITS)
-    ] = 0.25,
+    ] = 0.3,
     target_mass: Annotated[
         float, typer.Option(help="Share of distant mass that target spans hold.", rich_help_panel=REVISITS)
     ] = 0.8,
@@ -150,9 +148,9 @@ def analyze(
     terminal = Terminal(quiet, verbose)
     loaded = [load_trace(trace) for trace in traces]
     analyses = []
-    for trace in loaded:
-        with terminal.progress(f"Analyzing {trace.path.name}", "heads") as report:
-            analyses.append(run(trace, options, report))
+    for opened in loaded:
+        with terminal.progress(f"Analyzing {opened.path.name}", "heads") as report:
+            analyses.append(run(opened, options, report))
     if output is not None:
         analyses[0].save(output)
     if len(analyses) > 1:

@@ -40,7 +40,7 @@ def show_analysis(analysis: Analysis, top: int) -> None:
                 str(row.position), printable(row.writes), f"{row.score:.2f}", _number(row.q, 3), str(len(row.heads)),
                 str(row.distance), printable(row.target_text),
             ]
-            for row in shown.itertuples()
+            for row in _rows(shown)
         ],
         right=(0, 2, 3, 4, 5),
     )  # fmt: skip
@@ -53,7 +53,7 @@ def show_analysis(analysis: Analysis, top: int) -> None:
             [
                 str(row.visits), str(row.start), row.period, f"{row.first}-{row.last}", printable(row.text),
             ]
-            for row in shown.itertuples()
+            for row in _rows(shown)
         ],
         right=(0, 1),
     )  # fmt: skip
@@ -69,7 +69,7 @@ def show_analysis(analysis: Analysis, top: int) -> None:
                 _number(row.distant_share, 2), _number(row.kurtosis, 1) + ("*" if row.receiver else ""),
                 _number(row.retrieval, 2) + ("*" if row.retrieves else ""), ",".join(map(str, row.sinks[:3])),
             ]
-            for row in shown.itertuples()
+            for row in _rows(shown)
         ],
         right=(2, 3, 4, 5, 6),
     )  # fmt: skip
@@ -179,7 +179,7 @@ def _clusters(console: Console, analysis: Analysis, top: int) -> None:
                 _number(row.hopkins_p, 3), str(row.revisits), _number(row.groups, 1), _number(row.concentration_p, 3),
                 _number(row.ari_bootstrap, 2),
             ]
-            for row in shown.itertuples()
+            for row in _rows(shown)
         ],
         right=(2, 3, 4, 5, 6, 7, 8, 9),
     )  # fmt: skip
@@ -199,7 +199,7 @@ def _beacons(console: Console, analysis: Analysis, top: int) -> None:
                 _number(row.largest_distance, 3), _number(row.churn, 2), _number(row.load_balance, 2),
                 str(row.returns), _number(row.same_beacon, 2), _number(row.same_beacon_by_chance, 2),
             ]
-            for row in shown.itertuples()
+            for row in _rows(shown)
         ],
         right=(1, 2, 3, 4, 5, 6, 7),
     )  # fmt: skip
@@ -226,7 +226,7 @@ def _cache(console: Console, analysis: Analysis, top: int) -> None:
                 str(row.position), printable(row.writes), _percent(row.lost_share), str(row.lost_position),
                 str(row.evicted_at), printable(row.text),
             ]
-            for row in shown.itertuples()
+            for row in _rows(shown)
         ],
         right=(0, 2, 3, 4),
     )  # fmt: skip
@@ -264,6 +264,11 @@ def _table(
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
     console.print(table)
+
+
+def _rows(frame: pd.DataFrame) -> list[Any]:
+    """Rows as named tuples, whose types pandas cannot tell."""
+    return list(frame.itertuples(index=False))
 
 
 def _number(value: Any, digits: int) -> str:

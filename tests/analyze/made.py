@@ -1,8 +1,8 @@
 """Traces whose revisits are known, because their queries and keys are built to have them.
 
-A head of size D has three parts: a dimension that every key of position 0 and every query share (the sink), 32 dimensions that
-turn with the position so that a query matches the keys just before it, and the rest, in which a revisiting query is aimed at
-the key of its target.
+A head of size D has three parts: a dimension that every key of position 0 and every query share (the sink), 32
+dimensions that turn with the position so that a query matches the keys just before it, and the rest, in which a
+revisiting query is aimed at the key of its target.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Plan:
     layers: int = 2
     kv_heads: int = 2
     group: int = 2
-    size: int = 64
+    size: int = 128
     revisiting: int = 3
     """Query heads, the first ones, that look back at every revisit."""
     rate: float = 0.04
@@ -141,7 +141,8 @@ def _write(
         "rotary": {"kinds": [], "layers": {}},
         "attention": {
             str(layer): {
-                "scaling": plan.size**-0.5, "softcap": None, "sink_logit": None, "window": None, "kv_heads": plan.kv_heads
+                "scaling": plan.size**-0.5, "softcap": None, "sink_logit": None, "window": None, "kv_heads":
+                plan.kv_heads
             }
             for layer in range(plan.layers)
         },
