@@ -84,6 +84,38 @@ def fresh(size: Size, count: int, seed: int) -> list[tuple[Problem, Solution]]:
     return [(problem, solve(problem)) for problem in (make_problem(size, rng) for _ in range(count))]
 
 
+class _Buffers(DynamicCache):
+    """A cache that writes into room set aside at the start, where a dynamic one copies everything at every step."""
+
+    def __init__(self, room: int) -> None:
+        super().__init__()
+        self._room = room
+        self._buffers: list[tuple[Tensor, Tensor]] = []  # of each layer, keys and values [B, H, room, D]
+        self._filled: list[int] = []
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Append the keys and values of a layer, and give all it has."""
+        if layer_idx == len(self._buffers):
+            batch, heads, _length, size = key_states.shape
+            room = (batch, heads, self._room, size)
+            self._buffers.append((key_states.new_empty(room), value_states.new_empty(room)))
+            self._filled.append(0)
+        begin = self._filled[layer_idx]
+        end = self._filled[layer_idx] = begin + key_states.shape[2]
+        keys, values = self._buffers[layer_idx]
+        keys[:, :, begin:end], values[:, :, begin:end] = key_states, value_states
+        return keys[:, :, :end], values[:, :, :end]
+
+    def keep(self, positions: Tensor) -> None:
+        """Drop all but the entries at ``positions`` from every layer."""
+        for keys, values in self._buffers:
+            keys[:, :, : len(positions)] = keys[:, :, positions]
+            values[:, :, : len(positions)] = values[:, :, positions]
+        self._filled = [len(positions)] * len(self._filled)
+
+
 @torch.no_grad()
 def generate(
     model: PreTrainedModel, prompts: Sequence[Sequence[int]], limit: int, drop: Sequence[int] = ()
@@ -106,16 +138,13 @@ def generate(
     list of list of int
         The generated tokens of each prompt, up to and with ``<eos>``.
     """
-    # The cache goes by place: transformers renamed its keyword on the way.
-    cache = DynamicCache()
     tokens = torch.tensor([list(prompt) for prompt in prompts])  # [B, P]
     length = tokens.shape[1]
+    cache = _Buffers(length + limit)
+    # The cache goes by place: transformers renamed its keyword on the way.
     logits = model(tokens, None, None, cache, use_cache=True).logits
     if drop:
-        kept = torch.tensor(sorted(set(range(length)) - set(drop)))
-        layers: list[Any] = list(cache.layers)
-        for layer in layers:
-            layer.keys, layer.values = layer.keys[:, :, kept], layer.values[:, :, kept]  # [B, H, kept, D]
+        cache.keep(torch.tensor(sorted(set(range(length)) - set(drop))))
     out: list[Tensor] = []
     done = torch.zeros(len(prompts), dtype=torch.bool)
     for step in range(limit):
@@ -320,7 +349,7 @@ def evaluate(folder: Path, sizes: Sequence[str], count: int, control: int, trace
         examples = fresh(size, count, seed + index)
         greedy = accuracy(model, examples)
         dropped = accuracy(model, examples[:control], without_definitions=True)
-        half = accuracy(load_model(folder, torch.bfloat16), examples[:control])
+        half = accuracy(load_model(folder, torch.bfloat16), examples[: control // 2])
         few = examples[: min(4, count)]
         limit = size.trace_length + 30
         batched = generate(model, [problem.prompt_ids for problem, _ in few], limit)
@@ -348,7 +377,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=MODEL_FOLDER, help="folder of the model")
     parser.add_argument("--sizes", default=",".join(SIZES), help="comma-separated names of sizes")
     parser.add_argument("--problems", type=int, default=500, help="problems per size")
-    parser.add_argument("--control", type=int, default=200, help="of these, for the control and for bfloat16")
+    parser.add_argument("--control", type=int, default=200, help="of these, for the control; half as many for bfloat16")
     parser.add_argument("--traces", type=int, default=20, help="of these, for visibility and causality")
     parser.add_argument("--seed", type=int, default=1_000_000)
     parser.add_argument("--threads", type=int, default=2)

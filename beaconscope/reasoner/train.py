@@ -93,7 +93,7 @@ class Recipe:
     aim_weight: float = 0.3
     advance_at: float = 0.94
     """Running share of recalled tokens that have to be right before a stage is left."""
-    largest_gap: int = 1500
+    largest_gap: int = 100
     blind_share: float = 0.15
     """Share of batches of the last stage in which no position sees farther back than a random window."""
     batch_scale: float = 1.0
@@ -377,7 +377,7 @@ def export(checkpoint: Path, recipe: Recipe, folder: Path) -> None:
     """Write a trained model as a folder that transformers loads, with how it came about.
 
     ``training.json`` has the recipe, the versions, the checksum of the weights and the last line of the curve;
-    ``curve.jsonl`` every tenth line of it.
+    ``curve.jsonl`` is the whole of it.
     """
     saved = torch.load(checkpoint, weights_only=False)
     probed = Probed(make_model(recipe.seed))
@@ -387,8 +387,7 @@ def export(checkpoint: Path, recipe: Recipe, folder: Path) -> None:
     probed.model.save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
     curve = (checkpoint.parent / "curve.jsonl").read_text().splitlines()
-    thinned = [line for index, line in enumerate(curve) if index % 10 == 0 or index == len(curve) - 1]
-    (folder / "curve.jsonl").write_text("\n".join(thinned) + "\n")
+    (folder / "curve.jsonl").write_text("\n".join(curve) + "\n")
     record = {
         "licence": "Apache-2.0",
         "recipe": asdict(recipe),
