@@ -383,7 +383,7 @@ def export(checkpoint: Path, recipe: Recipe, folder: Path) -> None:
     probed = Probed(make_model(recipe.seed))
     probed.load_state_dict(saved["probed"])
     generation: Any = probed.model.generation_config
-    generation.update(do_sample=False, max_length=2048)
+    generation.update(do_sample=False)
     probed.model.save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
     curve = (checkpoint.parent / "curve.jsonl").read_text().splitlines()
