@@ -43,12 +43,11 @@ def split_sentences(tokens: Sequence[str], phases: Sequence[str]) -> Sentences:
             continue
         elif _line_ended(tokens, starts[-1], index):
             starts.append(index)
-        elif before.strip().rstrip(_CLOSING).endswith(_ENDS):
-            goes_on = spaced and not here[:1].isspace() and here[:1].isalnum() and before.strip().endswith(".")
-            if not goes_on and not (here.strip() and all(letter in _CLOSING for letter in here.strip())):
+        elif _stopped(tokens, starts[-1], index):
+            goes_on = spaced and before.strip().endswith(".") and here[:1].isalnum()
+            closes = all(letter in _CLOSING for letter in here.strip())
+            if not goes_on and not closes:
                 starts.append(index)
-        elif _ended_before_blank(tokens, starts[-1], index):
-            starts.append(index)
     start = np.array(starts, np.int64)
     stop = np.append(start[1:], count).astype(np.int64) if count else start
     return Sentences(start, stop, np.repeat(np.arange(len(start)), stop - start))
@@ -64,8 +63,10 @@ def _line_ended(tokens: Sequence[str], start: int, index: int) -> bool:
     return at >= start and "\n" in tokens[at]
 
 
-def _ended_before_blank(tokens: Sequence[str], start: int, index: int) -> bool:
-    at = index - 1
-    while at > start and not tokens[at].strip():
-        at -= 1
-    return at < index - 1 and tokens[at].strip().rstrip(_CLOSING).endswith(_ENDS)
+def _stopped(tokens: Sequence[str], start: int, index: int) -> bool:
+    """Whether what is before ``index`` ends a sentence, closing quotes and blank tokens left aside."""
+    for token in reversed(tokens[start:index]):
+        words = token.strip().rstrip(_CLOSING)
+        if words:
+            return words.endswith(_ENDS)
+    return False
