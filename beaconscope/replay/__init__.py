@@ -1,0 +1,37 @@
+"""Replay: what another budget, number of beacons or method would have kept of a trace."""
+
+from beaconscope.replay.grid import default_lists, expand, label, read_grid, split_policies, with_controls
+from beaconscope.replay.layer import LayerData, load_layer
+from beaconscope.replay.measure import HeadMeasures, MeasureOptions, measure_head
+from beaconscope.replay.simulate import Simulation, simulate
+from beaconscope.replay.summary import Answer, Difference, answer, by_setting, compare, to_dict
+from beaconscope.replay.sweep import Found, Job, Parts, check_engine, make_jobs, run_job, sweep
+
+__all__ = [
+    "Answer",
+    "Difference",
+    "Found",
+    "HeadMeasures",
+    "Job",
+    "LayerData",
+    "MeasureOptions",
+    "Parts",
+    "Simulation",
+    "answer",
+    "by_setting",
+    "check_engine",
+    "compare",
+    "default_lists",
+    "expand",
+    "label",
+    "load_layer",
+    "make_jobs",
+    "measure_head",
+    "read_grid",
+    "run_job",
+    "simulate",
+    "split_policies",
+    "sweep",
+    "to_dict",
+    "with_controls",
+]

@@ -93,7 +93,8 @@ def by_setting(frame: pd.DataFrame) -> pd.DataFrame:
     table["spread"] = per_seed.groupby(level=0).std()
     table = table.reset_index()
     for column, policy, sign in (("to_oracle", "oracle", -1), ("over_random", "random", 1)):
-        table[column] = [sign * (row[figure] - _control(table, row, policy, figure)) for _, row in table.iterrows()]
+        distance = [sign * (row[figure] - _control(table, row, policy, figure)) for _, row in table.iterrows()]
+        table[column] = np.array(distance) + 0.0  # no -0
     table["pareto"] = _pareto(table, figure)
     return table.sort_values(["budget", figure], ascending=[True, False], na_position="last", ignore_index=True)
 
@@ -164,7 +165,7 @@ def answer(frame: pd.DataFrame, settings: list[Policy]) -> Answer:
         What the user asked for, controls left out.
     """
     figure = ranked_by(frame)
-    table = by_setting(frame).set_index("setting")
+    table: Any = by_setting(frame).set_index("setting")
     what = "the attention of thought-revisiting tokens" if figure == "mass_trt" else "all attention (no token revisits)"
     asked = table.loc[[name for name in dict.fromkeys(map(label, settings)) if name in table.index]]
     usable = asked[asked["live"] & (asked["policy"] != "full")]
@@ -172,13 +173,13 @@ def answer(frame: pd.DataFrame, settings: list[Policy]) -> Answer:
     best = None
     if not usable.empty:
         good = usable[usable[figure] >= usable[figure].max() - _NEAR]
-        best = str(good["kv_bytes"].idxmin())
+        best = str(good.sort_values(["kv_bytes", figure], ascending=[True, False], kind="stable").index[0])
         row = table.loc[best]
         sentence = f"{best} keeps {_percent(row[figure])} of {what} with {_share(row, table)}"
         if len(usable) > 1:
             sentence += f", the least memory within {_percent(_NEAR)} of the best of the {len(usable)} settings"
         if not np.isnan(row["to_oracle"]):
-            sentence += f"; at its budget an oracle would keep {_percent(row['to_oracle'])} more"
+            sentence += f"; at its budget an oracle would keep {100 * row['to_oracle']:.1f} points more"
         sentences.append(sentence + ".")
     beacons = [each for each in settings if isinstance(each, BeaconKV) and each.beacons and each.selector != "none"]
     beacons = [each for each in beacons if label(each) in table.index]
@@ -236,10 +237,12 @@ def _beacons_in_words(setting: str, differences: dict[str, Difference]) -> str:
 def _share(row: pd.Series, table: pd.DataFrame) -> str:
     """The memory of a setting, against the full cache's where that was run."""
     full = table[table["policy"] == "full"]
-    size = f"{row['kv_bytes'] / 1e6:.3g} MB"
+    size = row["kv_bytes"]
+    unit, name = next(((u, n) for u, n in ((1e9, "GB"), (1e6, "MB")) if size >= u), (1e3, "kB"))
+    said = f"{size / unit:.3g} {name} of keys and values"
     if full.empty:
-        return f"{size} of keys and values"
-    return f"{size} of keys and values, {_percent(row['kv_bytes'] / full['kv_bytes'].iloc[0])} of the full cache"
+        return said
+    return f"{said}, {_percent(row['kv_bytes'] / full['kv_bytes'].iloc[0])} of the full cache"
 
 
 def _percent(share: float) -> str:

@@ -309,6 +309,22 @@ class _Task:
         return self.name, found
 
 
+def check_engine(engine: Engine, workers: int, address: str | None) -> None:
+    """Refuse what cannot run.
+
+    Raises
+    ------
+    UsageError
+        Saying why.
+    """
+    if workers < 1:
+        raise UsageError(f"jobs is {workers}; give at least 1")
+    if engine not in get_args(Engine):
+        raise UsageError(f"engine is {engine!r}; give one of {', '.join(get_args(Engine))}")
+    if engine == "loky" and address is not None:
+        raise UsageError("an address is that of a cluster; give --engine dask or --engine ray with it")
+
+
 def sweep(
     jobs: Sequence[Job],
     *,
@@ -347,12 +363,7 @@ def sweep(
         Where a job cannot be done, workers keep dying, or the cluster is not there; what was finished stays in
         ``parts``.
     """
-    if workers < 1:
-        raise UsageError(f"jobs is {workers}; give at least 1")
-    if engine not in get_args(Engine):
-        raise UsageError(f"engine is {engine!r}; give one of {', '.join(get_args(Engine))}")
-    if engine == "loky" and address is not None:
-        raise UsageError("an address is that of a cluster; give --engine dask or --engine ray with it")
+    check_engine(engine, workers, address)
     names = [job.fingerprint() for job in jobs]
     done: dict[str, Found] = {}
     if resume and parts is not None:

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 import beaconscope
 from beaconscope.cli import app
 
-COMMANDS = ("record", "info", "recover")
+COMMANDS = ("record", "replay", "info", "recover", "policies")
 ALL_COMMANDS_HAVE = ("--quiet", "--verbose", "--version", "--help")
 
 
@@ -26,9 +26,10 @@ def test_help_answers_in_half_a_second(start):
     assert min(seconds) < 0.5
 
 
-def test_help_loads_neither_torch_nor_transformers_nor_pandas():
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_loads_neither_torch_nor_transformers_nor_pandas(command):
     script = (
-        "import sys; from beaconscope.cli import app; app(['record', '--help'], standalone_mode=False); "
+        f"import sys; from beaconscope.cli import app; app(['{command}', '--help'], standalone_mode=False); "
         "print([name for name in ('torch', 'transformers', 'pandas') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
