@@ -84,8 +84,8 @@ def find_sinks(attention: HeadAttention, window: int, share: float) -> list[list
         enough = seen >= _FEWEST_ROWS
         mean = torch.where(enough, total / seen.clamp(min=1), 0.0)
         sink = (mean > share) & (often >= seen / 2) & enough
-        order = torch.argsort(mean, descending=True, stable=True)
-        found.append(sorted(int(at) for at in order[: int(sink.sum())] if sink[at])[:_MOST_SINKS])
+        order = torch.argsort(mean * sink, descending=True, stable=True)[: min(_MOST_SINKS, int(sink.sum()))]
+        found.append(sorted(order.tolist()))
     return found
 
 
