@@ -2,7 +2,8 @@
 
 1. *Accuracy*: greedy answers to fresh problems of every size, in batches, with Wilson intervals; also how many chains
    are right in every token.
-2. *Control*: the same with the definitions dropped from the cache after the prompt. The right answer is then luck.
+2. *Control*: the same with the definitions dropped from the cache after the prompt. The right answer is then luck, and
+   how much luck the problems allow is counted by solving them with other digits.
 3. *Visibility*: at the position before each recalled token, the attention that does not go to sinks: the largest share
    that one head puts on the labelled source.
 4. *Causality*: the long-range gain of every token of the right chain, log p(token | everything) - log p(token | its own
@@ -18,7 +19,7 @@ import json
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -200,6 +201,21 @@ def accuracy(
     return Accuracy(Share(answers, len(examples)), Share(chains, len(examples)))
 
 
+def luck(examples: Sequence[tuple[Problem, Solution]], draws: int = 50, seed: int = 0) -> float:
+    """How often the answer is right when the digits of the problem are not known, in [0, 1].
+
+    It is more than one in ten: where a kept total is subtracted, what was wrong before may cancel. Counted by solving
+    each problem right, but with ``draws`` random choices of digits.
+    """
+    rng = random.Random(seed)
+    hits = 0
+    for problem, solution in examples:
+        for _ in range(draws):
+            digits = tuple((letter, rng.randrange(10)) for letter, _ in problem.definitions)
+            hits += solve(replace(problem, definitions=digits)).answer == solution.answer
+    return hits / (draws * len(examples))
+
+
 @torch.no_grad()
 def visibility(model: PreTrainedModel, token_ids: Sequence[int], recalls: Sequence[Recall]) -> Tensor:
     """Share of the non-sink attention that each head puts on the source of each recall.
@@ -361,6 +377,7 @@ def evaluate(folder: Path, sizes: Sequence[str], count: int, control: int, trace
             "answers_right": greedy.answers.summary(),
             "chains_right": greedy.chains.summary(),
             "answers_right_without_definitions": dropped.answers.summary(),
+            "luck_without_definitions": round(luck(examples[:control]), 4),
             "answers_right_in_bfloat16": half.answers.summary(),
             "single_equals_batch": Share(sum(a == b for a, b in zip(batched, single, strict=True)), len(few)).summary(),
             "recalls_visible_in_some_head": labels.visible.summary(),

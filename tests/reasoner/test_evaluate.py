@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import DynamicCache, LlamaForCausalLM
 
-from beaconscope.reasoner.evaluate import SINKS, Share, answer, generate, long_range_gain, sentences, visibility
-from beaconscope.reasoner.task import Recall, Size, make_problem, solve
+from beaconscope.reasoner.evaluate import SINKS, Share, answer, generate, long_range_gain, luck, sentences, visibility
+from beaconscope.reasoner.task import Recall, Size, make_problem, read_problem, solve
 from beaconscope.reasoner.train import make_model
 from beaconscope.reasoner.vocabulary import EOS, encode
 
@@ -51,6 +51,16 @@ def test_answer_is_the_digit_after_the_thinking() -> None:
     assert answer(encode(words("so 5 + f gives 2 . </think> the answer is 7 . <eos>"))) == 7
     assert answer(encode(words("so 5 + f gives 2 . </think> the answer"))) is None
     assert answer(encode(words("so 5 + f gives 2 ."))) is None
+
+
+def test_luck_counts_what_cancels() -> None:
+    # d keeps the total and is subtracted at once: the answer is 0 whatever f is, so all guesses are right.
+    sure = read_problem("given f = 7 . plan 01 add f ; 02 keep d ; 03 minus d ; 04 stop ; start at 01 with 5 .")
+    # The answer is 5 + f: one guess in ten is right.
+    open_ = read_problem("given f = 7 . plan 01 add f ; 02 stop ; start at 01 with 5 .")
+
+    assert luck([(sure, solve(sure))]) == 1.0
+    assert luck([(open_, solve(open_))], draws=2000) == pytest.approx(0.1, abs=0.03)
 
 
 def test_sentences_end_with_full_stops() -> None:
