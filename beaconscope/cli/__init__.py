@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from beaconscope.cli.analyze import analyze
+from beaconscope.cli.demo import demo
 from beaconscope.cli.errors import Command
 from beaconscope.cli.info import info
 from beaconscope.cli.options import Version
@@ -27,7 +28,7 @@ def _top(version: Version = False) -> None:
     """Show where a chain of thought goes back to, and what a KV cache must keep for it."""
 
 
-for _command in (record, analyze, replay, info, recover, policies):
+for _command in (demo, record, analyze, replay, info, recover, policies):
     app.command(cls=Command)(_command)
 
 

@@ -16,6 +16,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from beaconscope.errors import BeaconScopeError
 
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
+BUNDLED = "tiny-reasoner"
+"""Name of the model that comes with BeaconScope."""
+BUNDLED_FOLDER = Path(__file__).resolve().parents[1] / "reasoner" / "model"
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt")
 
 
@@ -139,6 +142,8 @@ def _locate(options: LoadOptions) -> tuple[str, dict[str, str]]:
     if not options.model:
         raise BeaconScopeError("no model is named; give a local folder, a .gguf file or a hub id (owner/name)")
     path = Path(options.model).expanduser()
+    if options.model == BUNDLED and not path.exists():
+        path = BUNDLED_FOLDER
     if path.suffix.lower() == ".gguf":
         if not path.is_file():
             raise BeaconScopeError(f"there is no model file {options.model}")

@@ -1,4 +1,7 @@
-"""From a prompt to the tokens that the model is fed."""
+"""From a prompt to the tokens that the model is fed.
+
+The tokenizer is not asked for its warning of a long text: whether it fits is the plan's to say.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +25,10 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str, options: Reco
     if options.raw:
         if options.system is not None:
             raise UsageError("a system message needs the chat template; leave out --system or --raw")
-        ids = list(tokenizer(prompt).input_ids)
+        ids = list(tokenizer(prompt, verbose=False).input_ids)
     else:
-        ids = list(tokenizer(_in_template(tokenizer, prompt, options.system), add_special_tokens=False).input_ids)
+        text = _in_template(tokenizer, prompt, options.system)
+        ids = list(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
     if not ids:
         raise BeaconScopeError("the prompt has no tokens; give some text")
     return ids
@@ -38,7 +42,7 @@ def encode_completion(tokenizer: PreTrainedTokenizerBase, completion: str) -> li
     BeaconScopeError
         When nothing is left of it.
     """
-    ids = list(tokenizer(completion, add_special_tokens=False).input_ids)
+    ids = list(tokenizer(completion, add_special_tokens=False, verbose=False).input_ids)
     if not ids:
         raise BeaconScopeError("the completion has no tokens; give some text")
     return ids

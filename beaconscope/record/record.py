@@ -297,7 +297,7 @@ class _Job:
                 "attention_backend": self._tapped.backend,
             },
             "tokenizer": {
-                "id": getattr(self._tokenizer, "name_or_path", "") or self._model_id,
+                "id": self._model_id,
                 "special_ids": sorted(_special_ids(self._tokenizer)),
             },
             "rotary": rotary,
