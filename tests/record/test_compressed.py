@@ -17,7 +17,7 @@ from tests.tiny import tiny_model
 
 # Pools fill and beacons change many times. 11 + 5 k and 33 + 6 m meet: a thinning and a compression at one position.
 SMALL = {"budget": 20, "interval": 6, "beacons": 4, "recent": 3, "pool_low": 6, "pool_high": 11}
-NEW = 60
+NEW = 48
 FREQUENCIES = 10_000.0 ** (-np.arange(0, 16, 2) / 16)
 
 PROMPTS = [
@@ -111,15 +111,13 @@ def check_on_some_prompt(folder, policy, make=tiny_model, check=check_head, **op
         {"selector": "none"},
         {"query_space": "post-rope"},
         {"sinks": 4, "group_pooling": "mean"},
-        {"beacons": 0},
-        {"pool_low": None, "pool_high": None},
     ],
     ids=lambda options: ",".join(options) or "default",
 )
 def test_evictions_and_beacons_are_the_references(options, tmp_path):
     policy = BeaconKV(**{**SMALL, **options})
     trace, runs = check_on_some_prompt(tmp_path, policy)
-    assert all(len(run.positions) >= 8 for run in runs)
+    assert all(len(run.positions) >= 7 for run in runs)
     assert trace.attention_over == "what the cache held"
     # A position is dropped once, and only from what is there.
     for layer, kv_head in trace.heads:
@@ -194,7 +192,7 @@ def test_the_shadow_of_a_full_cache_is_what_the_reference_does_without_evicting(
         return run
 
     _, runs = check_on_some_prompt(tmp_path, Full(), check=check, shadow=shadow)
-    assert all(len(run.changes) >= 8 for run in runs)
+    assert all(len(run.changes) >= 7 for run in runs)
 
 
 SAME = (
@@ -226,7 +224,7 @@ def test_what_is_recorded_of_a_head_does_not_depend_on_what_else_is(policy, tmp_
         assert frames[0].equals(frames[1])
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 24, 1000])
+@pytest.mark.parametrize("chunk", [1, 7, 1000])
 def test_a_prompt_in_chunks_is_compressed_between_them(chunk, tmp_path):
     policy = BeaconKV(**SMALL)
     prompt = "A prompt that is a good deal longer than budget and interval together are."
@@ -256,7 +254,7 @@ def test_a_prompt_in_chunks_is_compressed_between_them(chunk, tmp_path):
     else:
         pytest.fail("every prompt is decided by rounding")
     fired_in_prompt = [position for position in runs[0].positions if position < len(prompt)]
-    assert len(fired_in_prompt) == {1: 9, 7: 7, 24: 2, 1000: 1}[chunk]
+    assert len(fired_in_prompt) == {1: 9, 7: 7, 1000: 1}[chunk]
     assert longest <= max(policy.budget + min(chunk, len(prompt)) + policy.interval, len(sizes) == 1 and len(prompt))
 
 

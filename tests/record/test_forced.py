@@ -20,8 +20,7 @@ POLICIES = {
 NEW = 45
 
 
-@pytest.mark.parametrize("at_once", [256, 4])
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize(("name", "at_once"), [*((name, 256) for name in POLICIES), ("beacon", 4), ("full", 4)])
 def test_forcing_what_was_generated_gives_the_same_trace(name, at_once, tmp_path, monkeypatch):
     monkeypatch.setattr(generate, "_FORCED_AT_ONCE", at_once)
     options = {"policy": POLICIES[name], "shadow": BeaconKV(**SMALL), "max_new_tokens": NEW}

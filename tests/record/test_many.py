@@ -18,7 +18,7 @@ PROMPTS = [
     Prompt("short", "7 times 8?"),
     Prompt("middle", "First sort, then drop the last.", answer="56"),
 ]
-NEW = 40
+NEW = 32
 
 
 def options(**changes):
@@ -42,7 +42,7 @@ def same(ours, theirs):
         assert frames[0].equals(frames[1])
 
 
-@pytest.mark.parametrize("arch", ["llama", "gemma3_text", "gpt_oss"])
+@pytest.mark.parametrize("arch", ["llama", "gemma3_text"])
 def test_prompts_of_different_lengths_give_together_what_they_give_alone(arch, tmp_path):
     # GIVEN an end token that one of them writes early
     free = record_tiny(tiny_model(arch), tmp_path, PROMPTS[1].prompt, policy=POLICY, max_new_tokens=NEW)

@@ -125,12 +125,9 @@ def vectors_of(model, ids):
     return seen
 
 
-PRECISIONS = pytest.mark.parametrize(
+@pytest.mark.parametrize(
     ("dtype", "vector_type"), [(torch.float32, "auto"), (torch.bfloat16, "auto"), (torch.bfloat16, "float16")]
 )
-
-
-@PRECISIONS
 def test_vectors_of_a_prompt_are_exactly_what_the_model_attended_with(dtype, vector_type, tmp_path):
     """One pass over the same tokens, so that there is no room for rounding."""
     model = tiny_model("llama").to(dtype)
@@ -151,8 +148,17 @@ def test_vectors_of_a_prompt_are_exactly_what_the_model_attended_with(dtype, vec
         same(head.value[:length], value[kv_head])
 
 
-@PRECISIONS
-@pytest.mark.parametrize("arch", ["llama", "gemma3_text", "glm4", "deepseek_v3"])
+@pytest.mark.parametrize(
+    ("arch", "dtype", "vector_type"),
+    [
+        ("llama", torch.float32, "auto"),
+        ("llama", torch.bfloat16, "auto"),
+        ("llama", torch.bfloat16, "float16"),
+        ("gemma3_text", torch.bfloat16, "float16"),
+        ("glm4", torch.float32, "auto"),
+        ("deepseek_v3", torch.bfloat16, "float16"),
+    ],
+)
 def test_vectors_of_every_step_are_exactly_what_the_model_attended_with(
     arch, dtype, vector_type, tmp_path, monkeypatch
 ):
