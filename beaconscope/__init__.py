@@ -27,9 +27,11 @@ if TYPE_CHECKING:
     from beaconscope.models import LoadedModel as LoadedModel
     from beaconscope.models import LoadOptions as LoadOptions
     from beaconscope.models import load_model as load_model
+    from beaconscope.record import Prompt as Prompt
     from beaconscope.record import RecordOptions as RecordOptions
     from beaconscope.record import Sampling as Sampling
     from beaconscope.record import record as record
+    from beaconscope.record import record_prompts as record_prompts
     from beaconscope.trace import Trace as Trace
     from beaconscope.trace import load_trace as load_trace
     from beaconscope.trace import recover as recover
@@ -46,6 +48,7 @@ __all__ = [
     "LoadOptions",
     "LoadedModel",
     "Policy",
+    "Prompt",
     "RandomEviction",
     "RecordOptions",
     "Sampling",
@@ -57,6 +60,7 @@ __all__ = [
     "load_trace",
     "parse_policy",
     "record",
+    "record_prompts",
     "recover",
 ]
 
@@ -69,6 +73,7 @@ _HOME = {
     "LoadOptions": "beaconscope.models",
     "LoadedModel": "beaconscope.models",
     "Policy": "beaconscope.kv.policies",
+    "Prompt": "beaconscope.record",
     "RandomEviction": "beaconscope.kv.policies",
     "RecordOptions": "beaconscope.record",
     "Sampling": "beaconscope.record",
@@ -79,6 +84,7 @@ _HOME = {
     "load_trace": "beaconscope.trace",
     "parse_policy": "beaconscope.kv.policies",
     "record": "beaconscope.record",
+    "record_prompts": "beaconscope.record",
     "recover": "beaconscope.trace",
 }
 
