@@ -114,8 +114,11 @@ class LayerData:
 
     def entries(self, of: Tensor, held: Tensor) -> Tensor:
         """Keys or values [1, H, T, D] of the positions ``held`` [1, H, N]: [1, H, N, D]; any entry for -1."""
-        index = held.clamp(min=0)
-        return of.gather(2, index.unsqueeze(-1).expand(*index.shape, of.shape[-1]))
+        _, heads, length, size = of.shape
+        first = torch.arange(heads, device=of.device)[:, None] * length
+        # Whole rows, several times as fast as gathering number by number.
+        rows = of.reshape(heads * length, size).index_select(0, (held.clamp(min=0) + first).flatten())
+        return rows.view(*held.shape, size)
 
 
 def load_layer(

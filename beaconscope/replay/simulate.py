@@ -158,9 +158,9 @@ def drive(policy: Policy, data: LayerData, histories: BeaconHistories | None = N
             size = 0 if policy.ragged else state.kept_size(held.size)
             view = _Entries(data, held.positions, newest=stop - 1)
             kept = state.keep(view)
-            gone = ~kept & (view.positions >= 0)
-            _, head, slot = gone.nonzero(as_tuple=True)
-            last[head, view.positions[0, head, slot]] = stop - 1
+            gone = ~kept & (view.positions >= 0) if policy.ragged else ~kept
+            head = gone.nonzero()[:, 1]
+            last[head, view.positions[gone]] = stop - 1
             state.evicted(held.keep_ragged(kept) if policy.ragged else held.keep(kept, size))
             fired.append(stop - 1)
         start = stop
