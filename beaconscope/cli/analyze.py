@@ -10,12 +10,13 @@ import typer
 
 from beaconscope.cli import output as out
 from beaconscope.cli.options import Force, Json, Output, Quiet, Verbose, Version
-from beaconscope.cli.terminal import Terminal
+from beaconscope.cli.terminal import Terminal, quieten_libraries
 from beaconscope.errors import UsageError
 
 WHAT = "What to analyze"
 REVISITS = "What counts as a revisit"
 CLUSTERS = "Clusters of queries"
+CAUSAL = "Does it matter?"
 
 
 def analyze(
@@ -94,6 +95,17 @@ def analyze(
         int, typer.Option(help="Queries of a head that are clustered, at most.", rich_help_panel=CLUSTERS)
     ] = 400,
     permutations: Annotated[int, typer.Option(help="Draws of the permutation test.", rich_help_panel=CLUSTERS)] = 999,
+    causal: Annotated[
+        bool,
+        typer.Option(
+            "--causal", help="Ask the model which looks back mattered; needs --model.", rich_help_panel=CAUSAL
+        ),
+    ] = False,
+    model: Annotated[
+        str | None,
+        typer.Option(help="The recording's model: hub id, local folder or .gguf file.", rich_help_panel=CAUSAL),
+    ] = None,
+    device: Annotated[str, typer.Option(help="Where it runs.", rich_help_panel=CAUSAL)] = "auto",
     output: Output = None,
     force: Force = False,
     json: Json = False,
@@ -107,6 +119,10 @@ def analyze(
     """
     for trace in traces:
         out.input_file(trace)
+    if causal != (model is not None):
+        raise UsageError("--causal and --model belong together; give both or neither")
+    if causal and len(traces) > 1:
+        raise UsageError("--causal takes one trace; leave it out to compare several")
     if output is not None:
         if len(traces) > 1:
             raise UsageError("--output holds the tokens of one trace; give one trace, or --json for a comparison")
@@ -146,11 +162,20 @@ def analyze(
         seed=seed,
     )
     terminal = Terminal(quiet, verbose)
+    quieten_libraries(terminal)
     loaded = [load_trace(trace) for trace in traces]
     analyses = []
     for opened in loaded:
         with terminal.progress(f"Analyzing {opened.path.name}", "heads") as report:
             analyses.append(run(opened, options, report))
+    if model is not None:
+        from beaconscope import LoadOptions, load_model
+        from beaconscope.analyze import add_causal
+
+        # Blinding needs a backend that takes any mask.
+        known = load_model(LoadOptions(model, device=device, attn="sdpa"))
+        with terminal.progress("Blinding", "tokens") as report:
+            analyses[0] = add_causal(loaded[0], analyses[0], known.model, report)
     if output is not None:
         analyses[0].save(output)
     if len(analyses) > 1:

@@ -78,6 +78,7 @@ def show_analysis(analysis: Analysis, top: int) -> None:
     _clusters(console, analysis, top)
     _beacons(console, analysis, top)
     _cache(console, analysis, top)
+    _causal(console, analysis, top)
 
 
 def show_comparison(compared: Comparison, top: int) -> None:
@@ -230,6 +231,33 @@ def _cache(console: Console, analysis: Analysis, top: int) -> None:
         ],
         right=(0, 2, 3, 4),
     )  # fmt: skip
+
+
+def _causal(console: Console, analysis: Analysis, top: int) -> None:
+    causal = analysis.causal
+    if causal is None:
+        return
+    _section(console, f"Does it matter? Gain above {causal['threshold']:g} nat from what is far back")
+    console.print(
+        Text(
+            f"{causal['mattering']} of {causal['steps']:,} steps need it, {causal['revisits']} revisit, "
+            f"{causal['both']} do both: precision {_interval(causal['precision'])}, "
+            f"recall {_interval(causal['recall'])}."
+        )
+    )
+    for title, rows in (("Gain that no revisit showed", causal["unseen"]), ("Revisits without gain", causal["idle"])):
+        shown = rows[:top]
+        _table(
+            console,
+            title if len(shown) == len(rows) else f"{title}, the first {len(shown)}",
+            ["at", "gain", "writes"],
+            [[str(row["position"]), f"{row['gain']:.2f}", printable(row["writes"])] for row in shown],
+            right=(0, 1),
+        )
+
+
+def _interval(value: list[float] | None) -> str:
+    return "-" if value is None else f"{value[0]:.2f} ({value[1]:.2f}-{value[2]:.2f})"
 
 
 def _console() -> Console:

@@ -1,0 +1,224 @@
+"""Does a look back matter? The long-range gain of every generated token, from the model itself.
+
+The gain of a step is log p(next token | everything) - log p(next token | its sentence may not look far), in nats.
+
+1. The trace's tokens are fed to the model sentence by sentence, on a cache of keys and values that saw everything.
+2. Each sentence is fed twice on the same cache: once blind, its queries seeing only the last W positions and the sinks
+   in every layer; what that adds to the cache is taken away again; and once with open eyes, which extends the cache.
+
+So only the current sentence is blinded; what earlier ones fetched stays. Memory is that of the cache and one sentence.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+import torch
+from scipy.stats import binomtest
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from beaconscope.analyze.analysis import Analysis
+from beaconscope.analyze.sentences import Sentences, split_sentences
+from beaconscope.errors import BeaconScopeError
+from beaconscope.trace import Trace
+
+MATTERS = 1.0
+"""Nats of gain from which on a look back mattered."""
+_CHUNK = 512
+"""Tokens of the prompt that are fed at once."""
+_SHOWN = 50
+"""Steps listed of each kind of disagreement."""
+_SINKS = 4
+"""First positions that stay visible where no sinks were found."""
+
+Progress = Callable[[int, int], None]
+
+
+def add_causal(trace: Trace, analysis: Analysis, model: PreTrainedModel, progress: Progress | None = None) -> Analysis:
+    """Compute the long-range gain of every step and hold the revisits against it.
+
+    Parameters
+    ----------
+    trace, analysis
+        A trace and its analysis, whose window and sinks are used.
+    model
+        The model of the recording, as transformers loads it.
+    progress
+        Called with the tokens done and their number.
+
+    Returns
+    -------
+    Analysis
+        With ``gain`` in tokens and revisits, and ``causal`` filled.
+
+    Raises
+    ------
+    BeaconScopeError
+        Where the model cannot have written the trace, or limits its own view to a window.
+    """
+    frame = trace.tokens
+    token_id = torch.from_numpy(frame["token_id"].to_numpy(np.int64))
+    sentences = split_sentences([str(token) for token in frame["token"]], [str(phase) for phase in frame["phase"]])
+    sinks = [int(sink["position"]) for sink in analysis.summary["sinks"]] or list(range(_SINKS))
+    window = int(analysis.summary["window"])
+    gain, logprob = long_range_gain(model, token_id, trace.prompt_length, sentences, window, sinks, progress)
+    tokens = analysis.tokens.assign(gain=gain)
+    revisits = analysis.revisits.assign(gain=gain[analysis.revisits["position"].to_numpy(np.int64)])
+    recorded = frame["logprob"].to_numpy(np.float64)[1:]
+    apart = np.abs(recorded - logprob[:-1])
+    causal = {
+        "threshold": MATTERS,
+        "window": window,
+        # A compressed or sampled run says something else; a large number here means another model.
+        "logprob_difference": float(np.nanmedian(apart)) if np.isfinite(apart).any() else None,
+        **_against_gain(tokens),
+    }
+    return dataclasses.replace(analysis, tokens=tokens, revisits=revisits, causal=causal)
+
+
+@torch.inference_mode()
+def long_range_gain(
+    model: PreTrainedModel,
+    token_id: Tensor,
+    prompt_length: int,
+    sentences: Sentences,
+    window: int,
+    sinks: list[int],
+    progress: Progress | None = None,
+) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+    """Long-range gain of each step, and the log-probability of what it writes with everything in view.
+
+    Parameters
+    ----------
+    model
+        Attention backend sdpa or eager.
+    token_id
+        int64 [T].
+    prompt_length, sentences
+        Of the trace.
+    window
+        W: a blind query sees itself and the W positions before it.
+    sinks
+        Positions that a blind query sees besides.
+    progress
+        Called with the tokens done and T.
+
+    Returns
+    -------
+    gain, logprob
+        In nats, [T], by the position of the query; nan for steps of the prompt and the last one.
+    """
+    length = len(token_id)
+    _check(model, token_id)
+    device = model.device
+    cache = DynamicCache(config=model.config)
+    gain, logprob = np.full(length, np.nan, np.float32), np.full(length, np.nan, np.float32)
+    first = max(0, prompt_length - 1)
+    begin = int(sentences.start[sentences.of[first]]) if first < length else length
+    for start in range(0, begin, _CHUNK):
+        _feed(model, cache, token_id, start, min(begin, start + _CHUNK), None)
+    for start, stop in zip(sentences.start.tolist(), sentences.stop.tolist(), strict=True):
+        if stop <= begin:
+            continue
+        written = token_id[start + 1 : stop + 1].to(device)
+        count = len(written)
+        blind = None
+        if stop - 1 > window:
+            blind = _feed(model, cache, token_id, start, stop, _blinkers(start, stop, window, sinks))
+            cache.crop(start - stop)  # negative: how many of the last tokens go
+        seeing = _feed(model, cache, token_id, start, stop, None)
+        if count:
+            with_all = _of(seeing, written)
+            rows = slice(start, start + count)
+            logprob[rows] = with_all
+            gain[rows] = 0.0 if blind is None else with_all - _of(blind, written)
+        if progress is not None:
+            progress(stop, length)
+    gain[:first] = np.nan
+    logprob[:first] = np.nan
+    return gain, logprob
+
+
+def _check(model: PreTrainedModel, token_id: Tensor) -> None:
+    config = model.config.get_text_config()
+    if int(token_id.max()) >= config.vocab_size:
+        raise BeaconScopeError("the trace has tokens that this model lacks; give --model the recording's own model")
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if kinds - {"full_attention"}:
+        raise BeaconScopeError("this model has layers that see a window only, which cannot be blinded; drop --causal")
+
+
+def _feed(
+    model: PreTrainedModel, cache: DynamicCache, token_id: Tensor, start: int, stop: int, mask: Tensor | None
+) -> Tensor:
+    """Logits [b, V] of the tokens from ``start`` to before ``stop``; the cache grows by them."""
+    position = torch.arange(start, stop, device=model.device)
+    if mask is None:
+        mask = torch.arange(stop) <= torch.arange(start, stop)[:, None]
+    least = torch.finfo(model.dtype).min
+    added = torch.zeros(mask.shape, dtype=model.dtype).masked_fill(~mask, least).to(model.device)
+    output: Any = model(
+        input_ids=token_id[None, start:stop].to(model.device),
+        attention_mask=added[None, None],
+        position_ids=position[None],
+        past_key_values=cache,
+        use_cache=True,
+    )
+    logits: Tensor = output.logits[0]
+    return logits
+
+
+def _blinkers(start: int, stop: int, window: int, sinks: list[int]) -> Tensor:
+    """What blind queries may see, bool [b, stop]."""
+    position, column = torch.arange(start, stop)[:, None], torch.arange(stop)
+    visible = column >= position - window
+    visible[:, [sink for sink in sinks if sink < stop]] = True
+    return visible & (column <= position)
+
+
+def _of(logits: Tensor, written: Tensor) -> npt.NDArray[np.float32]:
+    """Log-probabilities of the written tokens [n] under the first n logits."""
+    chosen = logits[: len(written)].float().log_softmax(dim=-1).gather(-1, written[:, None])
+    values: npt.NDArray[np.float32] = chosen[:, 0].cpu().numpy()
+    return values
+
+
+def _against_gain(tokens: pd.DataFrame) -> dict[str, Any]:
+    """How well revisits foretell gain, over the steps that could be either."""
+    steps = tokens[tokens["p"].notna() & tokens["gain"].notna()]
+    flagged = steps["revisit"].to_numpy(np.bool_)
+    matters = steps["gain"].to_numpy() > MATTERS
+    both = int((flagged & matters).sum())
+    text = tokens["token"].tolist()
+
+    def listed(chosen: npt.NDArray[np.bool_], ascending: bool) -> list[dict[str, Any]]:
+        rows = steps[chosen].sort_values(["gain", "position"], ascending=[ascending, True]).head(_SHOWN)
+        return [
+            {"position": int(position), "writes": text[position + 1], "gain": float(gain)}
+            for position, gain in zip(rows["position"], rows["gain"], strict=True)
+        ]
+
+    return {
+        "steps": len(steps),
+        "revisits": int(flagged.sum()),
+        "mattering": int(matters.sum()),
+        "both": both,
+        "precision": _share(both, int(flagged.sum())),
+        "recall": _share(both, int(matters.sum())),
+        "unseen": listed(matters & ~flagged, ascending=False),
+        "idle": listed(flagged & ~matters, ascending=True),
+    }
+
+
+def _share(part: int, whole: int) -> list[float] | None:
+    """A share with its Wilson interval at 95 %."""
+    if not whole:
+        return None
+    interval = binomtest(part, whole).proportion_ci(method="wilson")
+    return [part / whole, float(interval.low), float(interval.high)]

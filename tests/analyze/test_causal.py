@@ -1,0 +1,73 @@
+"""The long-range gain against one whole forward pass in which one sentence is blinded."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from beaconscope import AnalyzeOptions, BeaconScopeError, analyze, load_trace
+from beaconscope.analyze import add_causal
+from beaconscope.analyze.causal import long_range_gain
+from beaconscope.analyze.sentences import Sentences
+from tests.analyze.made import Plan, plant
+from tests.tiny import tiny_model
+
+LENGTH, PROMPT, WINDOW, SINKS = 48, 10, 12, [0, 1]
+
+
+def sentences() -> Sentences:
+    start = np.array([0, 7, 20, 31])
+    stop = np.array([7, 20, 31, LENGTH])
+    return Sentences(start, stop, np.repeat(np.arange(4), stop - start))
+
+
+def logprob_with(model, token_id, blind: slice | None):
+    """Log-probability of each next token in one pass over everything, the rows in ``blind`` limited."""
+    position = torch.arange(LENGTH)
+    visible = position[None] <= position[:, None]
+    if blind is not None:
+        near = (position[:, None] - position[None] <= WINDOW) | (position[None] < len(SINKS))
+        visible[blind] &= near[blind]
+    mask = torch.zeros(LENGTH, LENGTH).masked_fill(~visible, torch.finfo(torch.float32).min)
+    with torch.inference_mode():
+        logits = model(input_ids=token_id[None], attention_mask=mask[None, None]).logits[0]
+    return logits[:-1].log_softmax(-1).gather(-1, token_id[1:, None])[:, 0].numpy()
+
+
+def test_gain_is_that_of_blinding_one_sentence_of_a_whole_pass():
+    model = tiny_model("llama")
+    token_id = torch.randint(0, 250, (LENGTH,), generator=torch.Generator().manual_seed(0))
+    told = []
+    gain, logprob = long_range_gain(
+        model, token_id, PROMPT, sentences(), WINDOW, SINKS, lambda done, total: told.append((done, total))
+    )
+    whole = logprob_with(model, token_id, None)
+    assert np.isnan(gain[: PROMPT - 1]).all() and np.isnan(gain[-1])
+    assert np.allclose(logprob[PROMPT - 1 : -1], whole[PROMPT - 1 :], atol=1e-4)
+    for start, stop in ((20, 31), (31, LENGTH)):
+        rows = slice(start, min(stop, LENGTH - 1))
+        expected = (whole - logprob_with(model, token_id, slice(start, stop)))[rows]
+        assert np.allclose(gain[rows], expected, atol=1e-4)
+        assert np.abs(expected).max() > 0.01
+    assert told[-1] == (LENGTH, LENGTH)
+
+
+def test_the_analysis_gets_gains_and_a_comparison(tmp_path):
+    path = plant(tmp_path / "trace.parquet", Plan(length=150, prompt_length=40, strength=18)).path
+    trace = load_trace(path)
+    found = add_causal(trace, analyze(trace, AnalyzeOptions(cluster_heads=0)), tiny_model("llama"))
+    assert found.tokens["gain"].notna().sum() == 150 - 40
+    assert found.causal["steps"] == found.summary["steps"] - 1
+    assert found.causal["both"] <= min(found.causal["revisits"], found.causal["mattering"])
+    assert "gain" in found.revisits
+    assert found.to_dict()["causal"]["threshold"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("model", "token", "words"), [("llama", 5000, "tokens that this model lacks"), ("gemma3_text", 3, "window only")]
+)
+def test_a_model_that_cannot_be_blinded_is_refused(model, token, words):
+    token_id = torch.full((LENGTH,), token)
+    with pytest.raises(BeaconScopeError, match=words):
+        long_range_gain(tiny_model(model), token_id, PROMPT, sentences(), WINDOW, SINKS)
