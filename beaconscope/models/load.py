@@ -20,6 +20,7 @@ BUNDLED = "tiny-reasoner"
 """Name of the model that comes with BeaconScope."""
 BUNDLED_FOLDER = Path(__file__).resolve().parents[1] / "reasoner" / "model"
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt")
+_TOKENIZERS = ("tokenizer*", "vocab*", "tekken.json", "*.model", "*.tiktoken")
 
 
 @dataclass(frozen=True)
@@ -158,6 +159,9 @@ def _locate(options: LoadOptions) -> tuple[str, dict[str, str]]:
             raise BeaconScopeError(f"the folder {options.model} holds no model (no config.json)")
         if not any(any(path.glob(pattern)) for pattern in _WEIGHTS):
             raise BeaconScopeError(f"the folder {options.model} holds no weights (such as model.safetensors)")
+        # transformers 5.2 would make up an empty one.
+        if not any(any(path.glob(pattern)) for pattern in _TOKENIZERS):
+            raise BeaconScopeError(f"the folder {options.model} holds no tokenizer (such as tokenizer.json)")
         return str(path), {}
     if path.is_file():
         raise BeaconScopeError(f"{options.model} is a file but no .gguf; give the folder that holds the model")

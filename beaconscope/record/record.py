@@ -140,6 +140,9 @@ def record_prompts(
     todo = [prompt for prompt in prompts if force or not _is_finished(paths[prompt.id])]
     if note is not None and len(todo) < len(prompts):
         note(f"{len(prompts) - len(todo)} of {len(prompts)} prompts are recorded already and are skipped.")
+    started = [prompt.id for prompt in todo if paths[prompt.id].exists() or journal_path(paths[prompt.id]).exists()]
+    if note is not None and started:
+        note(f"Recorded anew, over what is there of them: {', '.join(started)}.")
     job = _Job(model, tokenizer, options or RecordOptions(), model_id, revision, progress, note)
     with _folder(Path(folder)):
         for batch in _batches(todo, batch_size):

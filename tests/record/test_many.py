@@ -9,6 +9,7 @@ import torch
 from beaconscope import BeaconKV, BeaconScopeError, Full, RecordOptions, Sampling, UsageError, load_trace
 from beaconscope.record import Prompt, generate
 from beaconscope.record import record_prompts as run
+from beaconscope.trace import HeadBlock, Journal, TokenBlock, journal_path
 from tests.record.recording import endless_tokenizer, record_tiny, token_ids
 from tests.tiny import tiny_model, tiny_tokenizer
 
@@ -126,9 +127,10 @@ def test_what_is_finished_is_skipped_and_what_was_cut_is_not(tmp_path):
     folder = tmp_path / "f"
     paths = run(*arguments, folder=folder)
     stamps = [path.stat().st_mtime_ns for path in paths]
-    # WHEN one is gone, one was cut, and one is there
+    # WHEN of one there is a journal only, one was cut, and one is there
     paths[0].unlink()
-    _cut(paths[1], tmp_path)
+    _leave_a_journal(paths[0], load_trace(paths[2]))
+    _cut(paths[1])
     assert not load_trace(paths[1]).whole
     notes, done = [], []
     job_run = _Job.run
@@ -142,7 +144,11 @@ def test_what_is_finished_is_skipped_and_what_was_cut_is_not(tmp_path):
         assert run(*arguments, folder=folder, note=notes.append) == paths
         # THEN the first two are recorded
         assert done == ["long", "short"]
-        assert notes[0] == "1 of 3 prompts are recorded already and are skipped."
+        assert notes[:2] == [
+            "1 of 3 prompts are recorded already and are skipped.",
+            "Recorded anew, over what is there of them: long, short.",
+        ]
+        assert not (folder / "long.parquet.journal").exists()
         assert all(load_trace(path).whole for path in paths)
         assert paths[2].stat().st_mtime_ns == stamps[2]
         # AND with force all are
@@ -154,7 +160,34 @@ def test_what_is_finished_is_skipped_and_what_was_cut_is_not(tmp_path):
         _Job.run = job_run
 
 
-def _cut(path, folder):
+def _leave_a_journal(path, like):
+    """Leave what a kill in the middle of a recording leaves."""
+    with Journal.create(path, like.layout, {"prompt_length": 1}) as journal:
+        journal.append_tokens(TokenBlock(0, np.zeros(1, np.int32), [b"x"], np.ones(1), np.ones(1)))
+        for layer in like.layout.layers:
+            heads, group, size = len(layer.kv_heads), layer.group_size, layer.key_size
+            query = np.zeros((1, heads, group, size), np.float32)
+            number, hits = np.zeros((1, heads, group)), np.zeros((1, heads, group, like.layout.hits))
+            journal.append(
+                HeadBlock(
+                    layer.layer,
+                    0,
+                    query,
+                    query[:, :, 0],
+                    query[:, :, 0],
+                    number,
+                    number,
+                    number,
+                    number,
+                    number,
+                    hits,
+                    hits,
+                )
+            )
+    assert journal_path(path).exists()
+
+
+def _cut(path):
     """Put a trace there that was interrupted."""
     import pyarrow.parquet as pq
 
