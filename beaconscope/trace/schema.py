@@ -78,7 +78,7 @@ class BeaconChange:
     kv_head: int
     query_head: npt.NDArray[np.int16]  # [N], in its group, 0 to G-1
     source: npt.NDArray[np.int32]  # [N], position the beacon was taken from, -1 for a centroid
-    members: npt.NDArray[np.int32]  # [N], queries assigned to it since the beacons changed last
+    members: npt.NDArray[np.int32]  # [N], queries assigned to the former beacon of this number, since the last change
     vector: npt.NDArray[np.float32] | None  # [N, D], None where ``source`` gives it
 
 
