@@ -26,6 +26,7 @@ from transformers import DynamicCache, PreTrainedModel
 from beaconscope.analyze.analysis import Analysis
 from beaconscope.analyze.sentences import Sentences, split_sentences
 from beaconscope.errors import BeaconScopeError
+from beaconscope.models.compat import cache_argument
 from beaconscope.trace import Trace
 
 MATTERS = 1.0
@@ -167,8 +168,8 @@ def _feed(
         input_ids=token_id[None, start:stop].to(model.device),
         attention_mask=added[None, None],
         position_ids=position[None],
-        past_key_values=cache,
         use_cache=True,
+        **{cache_argument(model): cache},
     )
     logits: Tensor = output.logits[0]
     return logits
