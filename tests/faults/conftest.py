@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -70,6 +71,8 @@ def start():
             text=True,
             # The package need not be installed, and a test may start it in another folder.
             env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            # A test run in the background of a shell ignores Ctrl-C, and its children would inherit that.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             **settings,
         )
         started.append(process)

@@ -215,7 +215,7 @@ class TestRows:
         assert torch.equal(generate(model, prompt, BeaconCache(model, budget=512), num_beams=3), expected)
         watcher = Watcher()
         generate(model, prompt, CompressedCache(model, BeaconKV(**SMALL), watcher), num_beams=3)
-        assert len(watcher.compressions[1, 2]) >= 3
+        assert len(watcher.compressions[1, 2]) >= 2  # the prompt, and among the beams
 
     def test_rows_of_different_lengths_are_not_reordered(self, llama):
         ids, mask = padded([tokens(30), tokens(10)], PAD)

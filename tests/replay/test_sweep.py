@@ -12,9 +12,8 @@ import pytest
 
 from beaconscope import BeaconKV, BeaconScopeError, Full, RandomEviction, StreamingLLM, UsageError
 from beaconscope.kv.policies import TOVA, FastGen, Oracle
-from beaconscope.replay import sweep as module
 from beaconscope.replay.grid import with_controls
-from beaconscope.replay.sweep import Parts, make_jobs, run_job, sweep
+from beaconscope.replay.sweep import Found, Parts, make_jobs, run_job, sweep
 from tests.record.recording import record_tiny
 from tests.tiny import tiny_model
 
@@ -128,7 +127,7 @@ def test_other_settings_are_another_job(trace):
 def test_parts_leave_what_is_not_theirs(tmp_path):
     folder = tmp_path / "parts"
     parts = Parts(folder)
-    parts.write("a", module.Found(pd.DataFrame({"x": [1]}), pd.DataFrame()))
+    parts.write("a", Found(pd.DataFrame({"x": [1]}), pd.DataFrame()))
     (folder / "notes.txt").write_text("mine")
     parts.remove()
     assert [path.name for path in folder.iterdir()] == ["notes.txt"]
