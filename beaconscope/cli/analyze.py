@@ -195,4 +195,5 @@ def analyze(
         show_analysis(analyses[0], top)
     if output is not None:
         # With --json the result on stdout stays JSON.
-        Terminal(quiet or json, verbose).wrote(output, "beaconscope", "report", str(traces[0]))
+        next_command = ("beaconscope", "replay", str(traces[0]), "--analysis", str(output))
+        Terminal(quiet or json, verbose).wrote(output, *next_command)
