@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -62,7 +63,14 @@ def start():
     """Start a process of its own: the command line, or a script that prepares something and then runs it."""
     started = []
 
-    def start(*arguments: str | Path, script: str | None = None, **settings) -> subprocess.Popen[str]:
+    def start(
+        *arguments: str | Path, script: str | None = None, prepare: Callable[[], None] = lambda: None, **settings
+    ) -> subprocess.Popen[str]:
+        def begin_child() -> None:
+            # A test run in the background of a shell ignores Ctrl-C, and its children would inherit that.
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            prepare()
+
         begin = ["-m", "beaconscope"] if script is None else ["-c", script]
         process = subprocess.Popen(
             [sys.executable, *begin, *map(str, arguments)],
@@ -71,8 +79,7 @@ def start():
             text=True,
             # The package need not be installed, and a test may start it in another folder.
             env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-            # A test run in the background of a shell ignores Ctrl-C, and its children would inherit that.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+            preexec_fn=begin_child,
             **settings,
         )
         started.append(process)

@@ -99,9 +99,7 @@ def test_a_full_disk_on_the_command_line(start, run, here, model_folder):
     # GIVEN a process that may not write beyond 200 kB of a file
     arguments = ("record", "-q", "--model", model_folder, "--prompt", "plan.txt", "--raw", "--budget", "32")
     arguments += ("--interval", "8", "--recent", "4", "--beacons", "4", "--layers", "all", "-n", LONG - 100)
-    process = start(
-        *arguments, cwd=here, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
-    )
+    process = start(*arguments, cwd=here, prepare=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000)))
     out, err = process.communicate(timeout=200)
     # THEN it ends with one line that says what to run
     assert (process.returncode, out) == (1, "")
