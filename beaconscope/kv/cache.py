@@ -157,11 +157,6 @@ class CompressedCache(TappedCache):
             if layer.positions is not None and layer.positions.shape[1] != self._info[layer.layer].kv_heads
         ]
 
-    @property
-    def rows(self) -> list[Rows]:
-        """The sequences of the batch by their length, as the first pass found them."""
-        return self._rows
-
     def expect_prompt(self, columns: int) -> None:
         """Say, before the first pass, how many tokens the prompt has, padding included; else it is the first pass."""
         self._prompt = columns

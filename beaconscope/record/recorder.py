@@ -64,7 +64,6 @@ class Recorder:
         self._layers = {layer.layer: layer for layer in layout.layers}
         self._hits = layout.hits
         self._values = {layer.layer: layer.value_size is not None for layer in layout.layers}
-        self._exact = torch.float16 if layout.vector_type == "float16" else torch.float32
         self._sinks = sink_positions
         self._window = local_window
         self._write = write
@@ -152,7 +151,7 @@ class Recorder:
                 continue
             lanes = cache.lanes_of(layer)
             tracker = getattr(lanes[lane].state, "tracker", None) if lanes else None
-            copy = HeadCopy(self._layers[layer], waiting.captured, waiting.compressions, tracker, self._exact)
+            copy = HeadCopy(self._layers[layer], waiting.captured, waiting.compressions, tracker)
             self._copied.append((layer, self._members[lane], copy))
         self._waiting.clear()
         if not any(copy.on_device for _, _, copy in self._copied):
@@ -177,7 +176,6 @@ class HeadCopy:
         captured: Sequence[_Captured],
         compressions: Sequence[Compression],
         tracker: object,
-        exact: torch.dtype,
     ) -> None:
         self._layer = layer
         self.first_position = captured[0].first_position
@@ -195,7 +193,6 @@ class HeadCopy:
         self._mass = _to_host(joined("mass", 3))
         self._hit_position = _to_host(joined("hit_position", 3).to(torch.int32))
         self._hit_mass = _to_host(joined("hit_mass", 3))
-        self._exact = exact
         self._compressions = [
             (done.position, _to_host(_heads_of(done.positions, heads)), _to_host(_heads_of(done.kept, heads)))
             for done in compressions
