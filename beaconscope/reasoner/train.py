@@ -12,7 +12,9 @@
    distance does not matter.
 6. In some batches of the last stage no position sees farther back than a random window, so that the model learns to
    be unsure, and not to make something up, where it cannot see what it needs.
-7. AdamW, a short warm-up, a constant rate, then a cosine to zero over the last part.
+7. In the last two stages attention that goes far back costs something at positions that need no recall, in every head
+   and layer, so that a look back is an event and not a habit.
+8. AdamW, a short warm-up, a constant rate; a cosine to zero ends the last stage, which has a fixed number of steps.
 
 A run is a function of its seed and options up to the order of floating-point sums, and resumes from its checkpoint.
 At its end the model is written to ``DIR/model`` as the package holds it, and measured (``evaluate``). ``--quick`` runs
@@ -58,6 +60,8 @@ class Stage:
     """Tokens of a batch."""
     guided: bool = False
     """Whether the loss tells the second layer where to look."""
+    thrifty: bool = False
+    """Whether looking far back has a cost where no recall is needed."""
     largest: float = 0.0
     """Share of batches that have the most steps."""
 
@@ -71,8 +75,8 @@ class Stage:
 STAGES = (
     Stage(letters=(3, 4), steps=(3, 4), tokens=2048, guided=True),
     Stage(letters=(3, 8), steps=(3, 8), tokens=2048, guided=True),
-    Stage(letters=(6, 10), steps=(6, 21), tokens=4096, guided=True),
-    Stage(letters=(6, 10), steps=(10, 43), tokens=4096, largest=0.3),
+    Stage(letters=(6, 10), steps=(6, 21), tokens=4096, guided=True, thrifty=True),
+    Stage(letters=(6, 10), steps=(10, 43), tokens=4096, thrifty=True, largest=0.3),
 )
 
 
@@ -80,17 +84,25 @@ STAGES = (
 class Recipe:
     """The settings of a training run."""
 
-    steps: int = 6000
     seed: int = 0
     learning_rate: float = 2e-3
     warmup: int = 100
-    decay: float = 0.35
-    """Share of the steps over which the rate falls to zero."""
+    last_steps: int = 1700
+    """Steps of the last stage."""
+    decay_steps: int = 1300
+    """Steps at its end over which the rate falls to zero."""
+    most_steps: int = 8000
+    """Steps after which the run ends, whatever stage it has reached."""
     weight_decay: float = 0.05
     recall_weight: float = 1.0
     """Weight of the mean loss of recalled tokens, beside the mean of all."""
     probe_weight: float = 0.3
     aim_weight: float = 0.3
+    thrift_weight: float = 0.1
+    near: int = 64
+    """Positions back up to which looking is free."""
+    thrift_rows: int = 48
+    """Positions of a batch at which the cost of looking far is measured."""
     advance_at: float = 0.94
     """Running share of recalled tokens that have to be right before a stage is left."""
     largest_gap: int = 100
@@ -99,12 +111,17 @@ class Recipe:
     batch_scale: float = 1.0
     """Batches hold this many times the tokens that their stage says."""
 
-    def rate(self, step: int) -> float:
-        """Learning rate of a step."""
-        warm = min(1.0, (step + 1) / self.warmup)
-        begin = self.steps * (1 - self.decay)
-        fall = 1.0 if step < begin else 0.5 * (1 + math.cos(math.pi * (step - begin) / (self.steps - begin)))
-        return self.learning_rate * warm * fall
+    def rate(self, step: int, last_began: int | None) -> float:
+        """Learning rate of a step; ``last_began`` is the step at which the last stage began, if it has."""
+        rate = self.learning_rate * min(1.0, (step + 1) / self.warmup)
+        if last_began is None:
+            return rate
+        decayed = step - (last_began + self.last_steps - self.decay_steps)
+        return rate * 0.5 * (1 + math.cos(math.pi * max(0, decayed) / self.decay_steps))
+
+    def ends(self, step: int, last_began: int | None) -> bool:
+        """Whether the run is over before this step."""
+        return step >= self.most_steps or (last_began is not None and step >= last_began + self.last_steps)
 
 
 def make_model(seed: int) -> LlamaForCausalLM:
@@ -190,8 +207,10 @@ class Probed(nn.Module):
         rows: Tensor,
         aims: Tensor,
         mask: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Losses of all chain tokens, recalled tokens, probes and aim, and the share of recalls right.
+        thrift_rows: Tensor | None = None,
+        near: int = 0,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Losses of all chain tokens, recalled tokens, probes, aim and thrift, and the share of recalls right.
 
         The layers are called one by one, because the library takes positions with a gap for packed sequences.
         """
@@ -199,10 +218,13 @@ class Probed(nn.Module):
         hidden = inner.embed_tokens(tokens)  # [B, L, d]
         rotary = inner.rotary_emb(hidden, positions)
         probes: list[Tensor] = []
-        aim = hidden.new_zeros(())
+        aim = thrift = hidden.new_zeros(())
         for depth, layer in enumerate(inner.layers):
             if depth == 1:
                 aim = _aim_loss(layer, hidden, rotary, rows, aims, values.gather(1, rows) != IGNORE)
+            if thrift_rows is not None:
+                far = _far_loss(layer, hidden, rotary, thrift_rows, ~recalls[:, thrift_rows], near)
+                thrift = thrift + far / len(inner.layers)
             hidden = layer(hidden, attention_mask=mask, position_embeddings=rotary)
             if depth == 0:
                 probes.append(_loss(self.name_probe(hidden), names))
@@ -215,7 +237,7 @@ class Probed(nn.Module):
         every = losses.sum() / (targets != IGNORE).sum()
         recalled = (losses * recalls).sum() / recalls.sum()
         right = ((logits.argmax(-1) == targets) & recalls).sum() / recalls.sum()
-        return every, recalled, probes[0] + probes[1], aim, right
+        return every, recalled, probes[0] + probes[1], aim, thrift, right
 
 
 def _loss(logits: Tensor, targets: Tensor) -> Tensor:
@@ -231,6 +253,32 @@ def _aim_loss(
     of the plan may each have a head of their own. The best head is that of the whole batch: were it chosen row by row,
     heads that look at a fixed entry each would do.
     """
+    logs = _log_attention(layer, hidden, rotary, rows)  # [B, H, R, L]
+    _, heads, count, _ = logs.shape
+    on = logs.gather(3, aims[:, None, :, None].expand(-1, heads, count, 1))[..., 0]  # [B, H, R]
+    loss = hidden.new_zeros(())
+    for chosen in (of_value, ~of_value):
+        mean = (on * chosen[:, None]).sum((0, 2)) / chosen.sum()  # [H]
+        loss = loss - 0.5 * mean.amax()
+    return loss
+
+
+def _far_loss(
+    layer: Any, hidden: Tensor, rotary: tuple[Tensor, Tensor], rows: Tensor, free: Tensor, near: int
+) -> Tensor:
+    """Mean of -log attention that stays with the sinks and the last ``near`` positions, over heads.
+
+    ``rows`` is [R], the same in all rows of the batch; ``free``, [B, R], says which of them need no recall.
+    """
+    logs = _log_attention(layer, hidden, rotary, rows.expand(len(hidden), -1))  # [B, H, R, L]
+    column = torch.arange(hidden.shape[1])
+    far = (column >= SINKS) & (rows[:, None] - column > near)  # [R, L]
+    kept = logs.masked_fill(far, -torch.inf).logsumexp(-1).mean(1)  # [B, R]
+    return -(kept * free).sum() / free.sum()
+
+
+def _log_attention(layer: Any, hidden: Tensor, rotary: tuple[Tensor, Tensor], rows: Tensor) -> Tensor:
+    """Log attention of ``rows``, [B, R], in each head, [B, H, R, L]; ``hidden`` is what enters the layer, [B, L, d]."""
     attention = layer.self_attn
     size = attention.head_dim
     normed = layer.input_layernorm(hidden)
@@ -243,13 +291,8 @@ def _aim_loss(
     key = key.repeat_interleave(heads // key.shape[1], dim=1)
     scores = query @ key.transpose(2, 3) * size**-0.5  # [B, H, R, L]
     unseen = torch.arange(length)[None, None] > rows[:, :, None]  # [B, R, L]
-    logs = scores.masked_fill(unseen[:, None], -torch.inf).log_softmax(-1)
-    on = logs.gather(3, aims[:, None, :, None].expand(batch, heads, count, 1))[..., 0]  # [B, H, R]
-    loss = hidden.new_zeros(())
-    for chosen in (of_value, ~of_value):
-        mean = (on * chosen[:, None]).sum((0, 2)) / chosen.sum()  # [H]
-        loss = loss - 0.5 * mean.amax()
-    return loss
+    logs: Tensor = scores.masked_fill(unseen[:, None], -torch.inf).log_softmax(-1)
+    return logs
 
 
 def _positions(prompt_length: int, length: int, gap: int) -> Tensor:
@@ -288,7 +331,7 @@ def train(recipe: Recipe, out: Path, *, resume: bool = False, compiled: bool = T
         betas=(0.9, 0.98),
     )
     rng = random.Random(recipe.seed)
-    state: dict[str, Any] = {"step": 0, "stage": 0, "running": 0.0, "tokens": 0, "seconds": 0.0}
+    state: dict[str, Any] = {"step": 0, "stage": 0, "last_began": None, "running": 0.0, "tokens": 0, "seconds": 0.0}
     if resume:
         saved = torch.load(checkpoint, weights_only=False)
         probed.load_state_dict(saved["probed"])
@@ -308,7 +351,7 @@ def train(recipe: Recipe, out: Path, *, resume: bool = False, compiled: bool = T
     begin = saved_at = time.monotonic()
     before = state["seconds"]
     with (out / "curve.jsonl").open("a" if resume else "w") as curve:
-        while state["step"] < recipe.steps:
+        while not recipe.ends(state["step"], state["last_began"]):
             size = _draw_size(state["stage"], rng)
             length = size.prompt_length + size.trace_length
             rows = max(2, round(recipe.batch_scale * STAGES[state["stage"]].tokens / length))
@@ -316,11 +359,14 @@ def train(recipe: Recipe, out: Path, *, resume: bool = False, compiled: bool = T
             batch = make_batch([(problem, solve(problem)) for problem in problems])
             gap = rng.randrange(recipe.largest_gap) if rng.random() < 0.5 else 0
             blind = state["stage"] == len(STAGES) - 1 and rng.random() < recipe.blind_share
-            rate = recipe.rate(state["step"])
+            stage = STAGES[state["stage"]]
+            thrifty = stage.thrifty and not blind
+            measured = rng.sample(range(size.prompt_length, length), recipe.thrift_rows) if thrifty else []
+            rate = recipe.rate(state["step"], state["last_began"])
             for group in optimizer.param_groups:
                 group["lr"] = rate
             positions = _positions(size.prompt_length, length, gap)
-            every, recalled, probe, aim, right = probed(
+            every, recalled, probe, aim, thrift, right = probed(
                 batch.tokens,
                 positions,
                 batch.targets,
@@ -330,12 +376,16 @@ def train(recipe: Recipe, out: Path, *, resume: bool = False, compiled: bool = T
                 batch.rows,
                 batch.aims,
                 _window(length, rng.randint(40, 128)) if blind else None,
+                torch.tensor(measured) if thrifty else None,
+                recipe.near,
             )
             loss = every + recipe.recall_weight * recalled
             if not blind:
                 loss = loss + recipe.probe_weight * probe
-            if STAGES[state["stage"]].guided:
+            if stage.guided:
                 loss = loss + recipe.aim_weight * aim
+            if thrifty:
+                loss = loss + recipe.thrift_weight * thrift
             optimizer.zero_grad()
             loss.backward()
             nn.utils.clip_grad_norm_(probed.parameters(), 1.0)
@@ -345,7 +395,7 @@ def train(recipe: Recipe, out: Path, *, resume: bool = False, compiled: bool = T
                 state["running"] = 0.97 * state["running"] + 0.03 * float(right)
             state["tokens"] += rows * length
             state["seconds"] = before + time.monotonic() - begin
-            if state["step"] % 20 == 0 or state["step"] == recipe.steps - 1:
+            if state["step"] % 20 == 0 or recipe.ends(state["step"] + 1, state["last_began"]):
                 line = {
                     "step": state["step"],
                     "stage": state["stage"],
@@ -355,6 +405,7 @@ def train(recipe: Recipe, out: Path, *, resume: bool = False, compiled: bool = T
                     "recall_loss": round(float(recalled.detach()), 5),
                     "probe_loss": round(float(probe.detach()), 5),
                     "aim_loss": round(float(aim.detach()), 5),
+                    "thrift_loss": round(float(thrift.detach()), 5),
                     "recall_accuracy": round(state["running"], 5),
                     "rate": round(rate, 7),
                     "tokens": state["tokens"],
@@ -365,6 +416,8 @@ def train(recipe: Recipe, out: Path, *, resume: bool = False, compiled: bool = T
             if state["running"] >= recipe.advance_at and state["stage"] < len(STAGES) - 1:
                 state["stage"] += 1
                 state["running"] = 0.0
+                if state["stage"] == len(STAGES) - 1:
+                    state["last_began"] = state["step"] + 1
             state["step"] += 1
             if time.monotonic() - saved_at > seconds:
                 save()
@@ -412,7 +465,7 @@ def quick(out: Path, seed: int) -> tuple[float, float]:
     tuple of float
         The loss of the first and of the last logged step.
     """
-    train(Recipe(steps=50, seed=seed, warmup=10, batch_scale=0.25), out, compiled=False)
+    train(Recipe(most_steps=50, seed=seed, warmup=10, batch_scale=0.25), out, compiled=False)
     curve = [json.loads(line) for line in (out / "curve.jsonl").read_text().splitlines()]
     return curve[0]["loss"], curve[-1]["loss"]
 
@@ -421,7 +474,7 @@ def main() -> None:
     """Read the options, train, write the model, measure it."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=Recipe.steps)
+    parser.add_argument("--most-steps", type=int, default=Recipe.most_steps, help="end after these, whatever stage")
     parser.add_argument("--rate", type=float, default=Recipe.learning_rate)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in the folder")
@@ -436,7 +489,7 @@ def main() -> None:
         if last >= first:
             raise SystemExit("the loss did not fall in 50 steps")
         return
-    recipe = Recipe(steps=options.steps, seed=options.seed, learning_rate=options.rate)
+    recipe = Recipe(most_steps=options.most_steps, seed=options.seed, learning_rate=options.rate)
     checkpoint = train(recipe, options.out, resume=options.resume, compiled=not options.eager)
     folder = options.out / "model"
     export(checkpoint, recipe, folder)
