@@ -41,7 +41,7 @@ install: $(VENV)/installed
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev,gguf]'
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev,gguf,dask,ray]'
 	touch $@
 
 $(OLDEST)/installed: pyproject.toml constraints.txt constraints-oldest.txt

@@ -158,12 +158,12 @@ def replay(
         raise UsageError("--grid holds all settings; leave out --policy and the lists beside it")
 
     from beaconscope import load_trace
+    from beaconscope.engines import check_engine
     from beaconscope.replay import (
         MeasureOptions,
         Parts,
         answer,
         by_setting,
-        check_engine,
         sweep,
         to_dict,
         with_controls,

@@ -5,7 +5,7 @@ from beaconscope.replay.layer import LayerData, load_layer
 from beaconscope.replay.measure import HeadMeasures, MeasureOptions, measure_head
 from beaconscope.replay.simulate import Simulation, simulate
 from beaconscope.replay.summary import Answer, Difference, answer, by_setting, compare, to_dict
-from beaconscope.replay.sweep import Found, Job, Parts, check_engine, make_jobs, run_job, sweep
+from beaconscope.replay.sweep import Found, Job, Parts, make_jobs, run_job, sweep
 
 __all__ = [
     "Answer",
@@ -19,7 +19,6 @@ __all__ = [
     "Simulation",
     "answer",
     "by_setting",
-    "check_engine",
     "compare",
     "default_lists",
     "expand",

@@ -11,17 +11,18 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Protocol
 
 import numpy as np
 import pandas as pd
 import torch
 
-from beaconscope.errors import BeaconScopeError, UsageError
+from beaconscope.engines import Engine, WorkersDied, run_tasks
+from beaconscope.errors import BeaconScopeError
 from beaconscope.kv.policies import Policy
 from beaconscope.replay.grid import label
 from beaconscope.replay.kept import Kept
@@ -29,11 +30,6 @@ from beaconscope.replay.layer import LayerData, load_layer
 from beaconscope.replay.measure import HeadMeasures, MeasureOptions, measure_head
 from beaconscope.replay.simulate import Simulation
 from beaconscope.trace import Trace, load_trace
-
-Engine = Literal["loky", "dask", "ray"]
-
-_DEATHS = 3
-"""Times that workers may die without anything being finished in between."""
 
 
 class Progress(Protocol):
@@ -57,11 +53,13 @@ class Job:
     per_token: bool = False
     """Keep the measures of every query, not only their means."""
     device: str = "cpu"
+    folder: str = ""
+    """What ``path`` is relative to; a worker on a cluster has a current folder of its own."""
 
     def fingerprint(self) -> str:
         """What tells a result of this job from that of any other, whatever the file is called."""
         described = {
-            "recording": load_trace(self.path).metadata["recording_id"],
+            "recording": load_trace(Path(self.folder, self.path)).metadata["recording_id"],
             "layer": self.layer,
             "kv_heads": self.kv_heads,
             "settings": [[policy.name, policy.params()] for policy in self.settings],
@@ -138,6 +136,7 @@ def make_jobs(
             revisits=tuple(int(position) for position in revisits),
             per_token=per_token,
             device=device,
+            folder=str(Path.cwd()),
         )
         for layer, chosen in layers.items()
     ]
@@ -151,7 +150,7 @@ def run_job(job: Job) -> Found:
     BeaconScopeError
         Where the trace cannot be replayed.
     """
-    trace = load_trace(job.path)
+    trace = load_trace(Path(job.folder, job.path))
     # All heads of the layer, since some policies keep one set for all of them.
     data = load_layer(trace, job.layer, device=job.device)
     simulation = Simulation(job.settings, data)
@@ -302,27 +301,11 @@ class _Task:
     folder: Path | None
     run: Callable[[Job], Found]
 
-    def __call__(self) -> tuple[str, Found]:
+    def __call__(self) -> Found:
         found = self.run(self.job)
         if self.folder is not None:
             Parts(self.folder).write(self.name, found)
-        return self.name, found
-
-
-def check_engine(engine: Engine, workers: int, address: str | None) -> None:
-    """Refuse what cannot run.
-
-    Raises
-    ------
-    UsageError
-        Saying why.
-    """
-    if workers < 1:
-        raise UsageError(f"jobs is {workers}; give at least 1")
-    if engine not in get_args(Engine):
-        raise UsageError(f"engine is {engine!r}; give one of {', '.join(get_args(Engine))}")
-    if engine == "loky" and address is not None:
-        raise UsageError("an address is that of a cluster; give --engine dask or --engine ray with it")
+        return found
 
 
 def sweep(
@@ -343,7 +326,7 @@ def sweep(
     jobs
         What to do.
     workers
-        Processes, for ``loky``; a cluster has its own number.
+        Processes; a cluster that is there has its own number.
     engine
         What runs them: processes of this machine, or a Dask or Ray cluster.
     address
@@ -363,102 +346,23 @@ def sweep(
         Where a job cannot be done, workers keep dying, or the cluster is not there; what was finished stays in
         ``parts``.
     """
-    check_engine(engine, workers, address)
     names = [job.fingerprint() for job in jobs]
     done: dict[str, Found] = {}
     if resume and parts is not None:
         done = {name: found for name in names if (found := Parts(parts).read(name)) is not None}
-    waiting = {name: _Task(job, name, parts, run) for name, job in zip(names, jobs, strict=True) if name not in done}
+    folder = None if parts is None else parts.absolute()
+    waiting = {name: _Task(job, name, folder, run) for name, job in zip(names, jobs, strict=True) if name not in done}
     report = progress or (lambda done, total: None)
     report(len(done), len(names))
-    with ExitStack() as stack:
-        start = _engine(engine, workers, address, stack)
-        deaths = 0
-        while waiting:
-            try:
-                for name, found in start(list(waiting.values())):
-                    done[name] = found
-                    del waiting[name]
-                    deaths = 0
-                    report(len(done), len(names))
-            except Exception as error:
-                if not _is_death(error):
-                    raise
-                deaths += 1
-                if deaths == _DEATHS:
-                    kept = "" if parts is None else f"; what is finished is kept in {parts}: go on with --resume"
-                    raise BeaconScopeError(
-                        f"workers died {deaths} times in a row, perhaps for want of memory; give fewer --jobs{kept}"
-                    ) from error
+    try:
+        for name, found in run_tasks(waiting, workers=workers, engine=engine, address=address):
+            done[name] = found
+            report(len(done), len(names))
+    except WorkersDied as error:
+        kept = "" if parts is None else f"; what is finished is kept in {parts}: go on with --resume"
+        raise WorkersDied(f"{error}{kept}") from error
     ordered = [done[name] for name in names]
     return Found(*(pd.concat([getattr(each, kind) for each in ordered], ignore_index=True) for kind in _KINDS))
 
 
 _KINDS = ("settings", "tokens")
-
-
-def _is_death(error: Exception) -> bool:
-    """Whether an error says that a worker died, and not that a job failed."""
-    from concurrent.futures.process import BrokenProcessPool
-
-    # Dask and Ray need not be installed for their errors to be known.
-    return isinstance(error, BrokenProcessPool) or type(error).__name__ in ("KilledWorker", "WorkerCrashedError")
-
-
-Start = Callable[[Sequence[_Task]], Iterable[tuple[str, Found]]]
-
-
-def _engine(engine: Engine, workers: int, address: str | None, stack: ExitStack) -> Start:
-    """What runs tasks and yields what they find, as it comes."""
-    if engine == "loky" and workers == 1:
-        return lambda tasks: (task() for task in tasks)
-    from joblib import Parallel, delayed, parallel_config
-
-    if engine == "dask":
-        stack.enter_context(parallel_config(backend="dask"))
-        stack.enter_context(_dask_client(address))
-    elif engine == "ray":
-        _connect_ray(address)
-        stack.enter_context(parallel_config(backend="ray"))
-    else:
-        stack.enter_context(parallel_config(backend="loky"))
-
-    def start(tasks: Sequence[_Task]) -> Iterator[tuple[str, Found]]:
-        count = workers if engine == "loky" else -1
-        # Ray's backend has no generators; its results come all at once.
-        kind = "list" if engine == "ray" else "generator_unordered"
-        yield from Parallel(n_jobs=count, return_as=kind, batch_size=1, pre_dispatch="2*n_jobs")(
-            delayed(_call)(task) for task in tasks
-        )
-
-    return start
-
-
-def _call(task: _Task) -> tuple[str, Found]:
-    return task()
-
-
-def _dask_client(address: str | None) -> Any:
-    try:
-        from distributed import Client
-    except ImportError:
-        raise BeaconScopeError("--engine dask needs the extra: pip install 'beaconscope[dask]'") from None
-    try:
-        return Client(address, timeout=10) if address else Client(processes=True)
-    except (OSError, ValueError) as error:
-        raise BeaconScopeError(
-            f"no Dask scheduler answers at {address}; start one (dask scheduler) or correct --address"
-        ) from error
-
-
-def _connect_ray(address: str | None) -> None:
-    try:
-        import ray
-        from ray.util.joblib import register_ray
-    except ImportError:
-        raise BeaconScopeError("--engine ray needs the extra: pip install 'beaconscope[ray]'") from None
-    try:
-        ray.init(address=address, ignore_reinit_error=True, log_to_driver=False)
-    except (ConnectionError, ValueError) as error:
-        raise BeaconScopeError(f"no Ray cluster answers at {address}; start one (ray start --head)") from error
-    register_ray()

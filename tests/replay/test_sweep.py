@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import pickle
-import signal
 
 import numpy as np
 import pandas as pd
@@ -15,6 +13,7 @@ from beaconscope.kv.policies import TOVA, FastGen, Oracle
 from beaconscope.replay.grid import with_controls
 from beaconscope.replay.sweep import Found, Parts, make_jobs, run_job, sweep
 from tests.record.recording import record_tiny
+from tests.replay.dying import DieOf, DieOnce
 from tests.tiny import tiny_model
 
 SETTINGS = [Full(), StreamingLLM(budget=20), BeaconKV(budget=20, interval=6, beacons=3, recent=4), TOVA(budget=20)]
@@ -24,24 +23,6 @@ SETTINGS = [Full(), StreamingLLM(budget=20), BeaconKV(budget=20, interval=6, bea
 def trace(tmp_path_factory):
     model = tiny_model(num_hidden_layers=3)
     return record_tiny(model, tmp_path_factory.mktemp("trace"), policy=Full(), max_new_tokens=16)
-
-
-def die_once(job):
-    """Do a job; the first one to come kills its worker."""
-    marker = os.environ["BEACONSCOPE_TEST_MARKER"]
-    try:
-        os.close(os.open(marker, os.O_CREAT | os.O_EXCL))
-    except FileExistsError:
-        return run_job(job)
-    os.kill(os.getpid(), signal.SIGKILL)
-    return None
-
-
-def die(job):
-    """Kill the worker, if it is one that comes to the last layer."""
-    if job.layer == 2:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return run_job(job)
 
 
 def test_a_job_is_small_and_holds_no_tensor(trace):
@@ -79,10 +60,9 @@ def results(found):
     return found.settings.drop(columns="seconds")
 
 
-def test_a_worker_that_dies_does_not_lose_the_sweep(trace, tmp_path, monkeypatch):
-    monkeypatch.setenv("BEACONSCOPE_TEST_MARKER", str(tmp_path / "died"))
+def test_a_worker_that_dies_does_not_lose_the_sweep(trace, tmp_path):
     jobs = make_jobs(trace, SETTINGS)
-    found = sweep(jobs, workers=2, run=die_once)
+    found = sweep(jobs, workers=2, run=DieOnce(str(tmp_path / "died")))
     assert (tmp_path / "died").exists()
     pd.testing.assert_frame_equal(results(found), results(sweep(jobs)))
 
@@ -91,7 +71,7 @@ def test_workers_that_keep_dying_end_the_sweep_and_what_is_finished_stays(trace,
     jobs = make_jobs(trace, SETTINGS)
     parts = tmp_path / "parts"
     with pytest.raises(BeaconScopeError, match=r"workers died 3 times.*--resume"):
-        sweep(jobs, workers=2, parts=parts, run=die)
+        sweep(jobs, workers=2, parts=parts, run=DieOf(2))
     assert [Parts(parts).read(job.fingerprint()) is not None for job in jobs] == [True, True, False]
 
     # WHEN it goes on

@@ -1,0 +1,157 @@
+"""The same sweep on Dask, with a scheduler and two workers in processes of their own, and on Ray."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from beaconscope import BeaconKV, BeaconScopeError, Full, StreamingLLM, engines
+from beaconscope.replay.sweep import Parts, make_jobs, sweep
+from tests.record.recording import record_tiny
+from tests.replay.dying import DieOf, DieOnce, RefuseOf
+from tests.tiny import tiny_model
+
+ROOT = Path(__file__).parents[2]
+SETTINGS = [Full(), StreamingLLM(budget=20), BeaconKV(budget=20, interval=6, beacons=3, recent=4)]
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory):
+    model = tiny_model(num_hidden_layers=3)
+    return record_tiny(model, tmp_path_factory.mktemp("trace"), policy=Full(), max_new_tokens=12)
+
+
+@pytest.fixture(scope="module")
+def jobs(trace):
+    return make_jobs(trace, SETTINGS)
+
+
+@pytest.fixture(scope="module")
+def alone(jobs):
+    return results(sweep(jobs))
+
+
+def results(found):
+    return found.settings.drop(columns="seconds")
+
+
+@pytest.fixture
+def dask_cluster(tmp_path):
+    """Address of a scheduler with two workers, each a process of its own that nobody starts again."""
+    pytest.importorskip("distributed", reason="the extra dask is not installed")
+    started = []
+
+    def start(*arguments):
+        # Elsewhere than this process, as on another machine.
+        (tmp_path / "elsewhere").mkdir(exist_ok=True)
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "DASK_LOGGING__DISTRIBUTED": "critical"}
+        command = [sys.executable, "-m", "dask", *arguments]
+        with (tmp_path / f"{len(started)}.log").open("w") as log:
+            started.append(
+                subprocess.Popen(command, cwd=tmp_path / "elsewhere", env=environment, stdout=log, stderr=log)
+            )
+
+    where = tmp_path / "scheduler.json"
+    # A host by number: to look names up can take long.
+    start("scheduler", "--host", "127.0.0.1", "--port", "0", "--no-dashboard", "--scheduler-file", str(where))
+    for _ in range(2):
+        start("worker", "--scheduler-file", str(where), "--nthreads", "1", "--no-nanny", "--no-dashboard")
+    try:
+        yield _address(where, workers=2)
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+
+
+def _address(where, workers):
+    """Of the scheduler, once so many workers have come."""
+    import json
+
+    from distributed import Client
+
+    end = time.monotonic() + 60
+    while not where.exists():
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    address = json.loads(where.read_text())["address"]
+    with Client(address, timeout=30) as client:
+        client.wait_for_workers(workers, timeout=60)
+    return address
+
+
+def test_dask_workers_in_other_processes_find_what_one_process_finds(dask_cluster, jobs, alone, tmp_path):
+    # WHEN one of the two workers dies on the way
+    died = tmp_path / "died"
+    found = sweep(jobs, engine="dask", address=dask_cluster, run=DieOnce(str(died)))
+    # THEN nothing is missing
+    assert died.exists()
+    pd.testing.assert_frame_equal(results(found), alone)
+
+    # WHEN a sweep is stopped once something is finished
+    parts, heard = tmp_path / "parts", []
+
+    def stop(done, total):
+        if done:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        sweep(jobs, engine="dask", address=dask_cluster, parts=parts, progress=stop)
+    # THEN it goes on from there
+    found = sweep(
+        jobs,
+        engine="dask",
+        address=dask_cluster,
+        parts=parts,
+        resume=True,
+        progress=lambda done, total: heard.append(done),
+    )
+    assert heard[0] >= 1
+    pd.testing.assert_frame_equal(results(found), alone)
+
+
+@pytest.fixture(scope="module")
+def ray_cluster():
+    """A cluster on this machine, which takes seconds to start."""
+    ray = pytest.importorskip("ray", reason="the extra ray is not installed")
+    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="CRITICAL")
+    yield
+    ray.shutdown()
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_ray_worker_that_dies_does_not_lose_the_sweep(jobs, alone, tmp_path):
+    died = tmp_path / "died"
+    found = sweep(jobs, engine="ray", workers=2, run=DieOnce(str(died)))
+    assert died.exists()
+    pd.testing.assert_frame_equal(results(found), alone)
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_ray_sweep_that_was_stopped_goes_on_from_what_is_finished(jobs, alone, tmp_path, monkeypatch):
+    parts = tmp_path / "parts"
+    with pytest.raises(BeaconScopeError) as refused:
+        sweep(jobs, engine="ray", parts=parts, run=RefuseOf(2))
+    assert str(refused.value) == "this cannot be; do that"
+    monkeypatch.setattr(engines, "_DEATHS", 1)
+    with pytest.raises(engines.WorkersDied, match=r"died of one task.*--resume"):
+        sweep(jobs, engine="ray", parts=parts, resume=True, run=DieOf(2))
+    assert [Parts(parts).read(job.fingerprint()) is not None for job in jobs] == [True, True, False]
+    found = sweep(jobs, parts=parts, resume=True)
+    pd.testing.assert_frame_equal(results(found), alone)
+
+
+@pytest.mark.parametrize("engine", ["dask", "ray"])
+@pytest.mark.parametrize("address", ["127.0.0.1:9", "tcp://127.0.0.1:9"])
+def test_a_cluster_that_does_not_answer_is_said_at_once(engine, address, jobs):
+    pytest.importorskip({"dask": "distributed"}.get(engine, engine))
+    started = time.monotonic()
+    with pytest.raises(BeaconScopeError, match=rf"no {engine.title()} \w+ answers at {address}; start one"):
+        sweep(jobs, engine=engine, address=address)
+    assert time.monotonic() - started < 30  # an import of Ray is in it
