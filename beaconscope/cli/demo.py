@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import random
 import shlex
 import textwrap
+import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -17,18 +19,14 @@ from beaconscope.cli.terminal import Terminal, quieten_libraries
 from beaconscope.errors import BeaconScopeError
 
 if TYPE_CHECKING:
-    from beaconscope.reasoner import Problem, Recall
+    from beaconscope.reasoner import Problem
     from beaconscope.trace import Trace
 
 MODEL = "tiny-reasoner"
-BUDGET = 128
+BUDGETS = {"250": 128, "500": 256, "1000": 512}
+"""Entries of each head at each size: two fifths of what a full cache holds at the end."""
 INTERVAL = 32
-CACHES = (
-    "full",
-    f"beacon:budget={BUDGET},interval={INTERVAL}",
-    f"random:budget={BUDGET},interval={INTERVAL}",
-    f"streaming-llm:budget={BUDGET}",
-)
+POLICIES = "beacon,snapkv,h2o,keydiff"
 _WIDTH = 78
 
 
@@ -45,56 +43,89 @@ def demo(
     verbose: Verbose = False,
     version: Version = False,
 ) -> None:
-    """Record the bundled model under four caches, and show what each of them lost: offline, in about a minute.
+    """Record, analyze and replay the bundled model, and show what was found: offline, in about a minute.
 
-    The model solves a problem by looking back, and its task knows for every token where it has to look. So one sees
-    what a cache had evicted of what was needed, and whether the answer is right.
+    The model solves a problem by looking back, and its task knows for every token where it has to look. So what the
+    tool finds can be held against the truth.
     """
     terminal = Terminal(quiet, verbose)
     quieten_libraries(terminal)
     _make_folder(output, force)
 
-    from beaconscope import LoadOptions, RecordOptions, load_model, parse_policy, record
-    from beaconscope.reasoner import SIZES, make_problem, truth
+    from beaconscope.reasoner import SIZES, make_problem
+    from beaconscope.trace import load_trace
 
     problem = make_problem(SIZES[size], random.Random(seed))
     prompt = output / "problem.txt"
     prompt.write_text(problem.text + "\n", encoding="utf-8")
-    limit = SIZES[size].trace_length + 16
-    loaded = load_model(LoadOptions(MODEL, device="cpu"))
-    terminal.note(f"The problem, {SIZES[size].prompt_length} tokens, in {prompt}:\n")
-    terminal.note(_wrapped(problem.text) + "\n")
-    commands, rows = [], []
-    for cache in CACHES:
-        policy = parse_policy(cache)
-        path = output / f"{policy.name}.parquet"
-        options = RecordOptions(policy=policy, max_new_tokens=limit, layers="all")
-        with terminal.progress(f"Recording with the cache {policy.name}", "tokens") as report:
-            trace = record(
-                loaded.model,
-                loaded.tokenizer,
-                problem.text,
-                options,
-                output=path,
-                force=force,
-                model_id=MODEL,
-                progress=report,
-            )
-        if policy.name == "full":
-            terminal.note(f"What the model writes with a full cache, {trace.length - trace.prompt_length} tokens:\n")
-            terminal.note(_wrapped(_shortened(trace)) + "\n")
-            needed = truth(trace)
-        rows.append((policy.name, *_outcome(trace, problem, needed)))
-        commands.append(
-            f"beaconscope record --model {MODEL} --prompt {shlex.quote(str(prompt))} --cache {cache} "
-            f"--layers all -n {limit} -o {shlex.quote(str(path))}"
-        )
-    terminal.table(_findings(rows, len(needed)))
-    terminal.note("\nWhat was run; take any of them further:\n")
-    for command in [*commands, f"beaconscope analyze {shlex.quote(str(output / 'full.parquet'))}"]:
-        terminal.note(textwrap.fill(command, _WIDTH, subsequent_indent="    ", break_on_hyphens=False))
-    terminal.note("")
-    terminal.wrote(output, "beaconscope", "analyze", str(output / "full.parquet"))
+    terminal.note(f"The problem, {SIZES[size].prompt_length} tokens, in {prompt}:\n\n{_wrapped(problem.text)}\n")
+
+    for command in _commands(output, BUDGETS[size], SIZES[size].trace_length + 16):
+        _run(command, terminal, force=force)
+    full = load_trace(output / "full.parquet")
+    beacon = load_trace(output / "beacon.parquet")
+    terminal.note(
+        f"What the model wrote with a full cache, {full.length - full.prompt_length} tokens:\n\n"
+        f"{_wrapped(_shortened(full))}\n"
+    )
+    analysis = _said_in(output / "analysis.parquet", "beaconscope.analysis")
+    replay = _said_in(output / "replay.parquet", "beaconscope.replay")
+    terminal.table(
+        [
+            ("full cache", _outcome(full, problem)),
+            ("BeaconKV", f"{_outcome(beacon, problem)}, with {BUDGETS[size]} of {full.length} entries"),
+            ("revisits", _agreement(full, analysis)),
+            ("clusters", analysis["verdict"]["text"]),
+            ("lost", f"share of the revisits' attention that {BUDGETS[size]} entries would have lost:"),
+            *(("", line) for line in _losses(replay)),
+            ("answer", replay["answer"]["text"]),
+        ]
+    )
+
+
+def _commands(folder: Path, budget: int, limit: int) -> list[list[str]]:
+    """What the demo runs, as a user would type it."""
+    prompt, full, beacon, analysis, replay = (
+        str(folder / name)
+        for name in ("problem.txt", "full.parquet", "beacon.parquet", "analysis.parquet", "replay.parquet")
+    )
+    record = ["record", "--model", MODEL, "--prompt", prompt, "--layers", "all", "-n", str(limit)]
+    grid = ["--policy", POLICIES, "--budget", str(budget), "--interval", str(INTERVAL)]
+    return [
+        [*record, "--cache", "full", "-o", full],
+        [*record, "--cache", f"beacon:budget={budget},interval={INTERVAL}", "-o", beacon],
+        ["analyze", full, "-o", analysis],
+        ["replay", full, "--analysis", analysis, *grid, "-o", replay],
+    ]
+
+
+def _run(command: Sequence[str], terminal: Terminal, *, force: bool) -> None:
+    """Run one of our own commands in this process, without its words.
+
+    Raises
+    ------
+    typer.Exit
+        With its exit code, where it failed; it has said why.
+    """
+    from beaconscope.cli import app
+
+    terminal.note(f"$ {_typed(['beaconscope', *command])}")
+    begin = time.monotonic()
+    whole = [*command, *(["--force"] if force else []), "--quiet"]
+    code = typer.main.get_command(app).main(whole, prog_name="beaconscope", standalone_mode=False)
+    if code:
+        raise typer.Exit(int(code))
+    terminal.note(f"  {time.monotonic() - begin:.0f} s\n")
+
+
+def _typed(command: Sequence[str]) -> str:
+    """A command as a user would type it, over several lines where it is long."""
+    lines = [""]
+    for word in map(shlex.quote, command):
+        if lines[-1] and len(lines[-1]) + len(word) > _WIDTH - 4:
+            lines.append("   ")
+        lines[-1] += f" {word}" if lines[-1] else word
+    return " \\\n".join(lines)
 
 
 def _make_folder(folder: Path, force: bool) -> None:
@@ -115,37 +146,45 @@ def _make_folder(folder: Path, force: bool) -> None:
     folder.mkdir()
 
 
-def _outcome(trace: Trace, problem: Problem, needed: Sequence[Recall]) -> tuple[str, str, float]:
-    """The answer, whether it is right, and the share of needed places that the cache still held when they were needed.
+def _said_in(path: Path, key: str) -> dict[str, Any]:
+    """What a command wrote beside its table."""
+    import pyarrow.parquet as pq
 
-    ``needed`` are the recalls of the right chain; a trace that went wrong is asked for those it came to.
-    """
+    said: dict[str, Any] = json.loads(pq.read_schema(path).metadata[key.encode()])
+    return said
+
+
+def _outcome(trace: Trace, problem: Problem) -> str:
+    """The answer, and whether it is right."""
     from beaconscope.reasoner import solve
 
+    right = str(solve(problem).answer)
     words = [str(token).strip() for token in trace.tokens.token[trace.prompt_length :]]
     said = words[words.index("answer") + 2] if "answer" in words[:-2] else "none"
-    right = said == str(solve(problem).answer)
-    held, asked = 0, 0
-    for recall in needed:
-        looks = recall.position - 1
-        if looks >= trace.length:
-            continue
-        for layer, head in trace.heads:
-            kept = set(trace.kept(layer, head, looks - 1).tolist())
-            held += any(kept.issuperset(range(*source)) for source in recall.sources)
-            asked += 1
-    return said, "right" if right else "wrong", held / asked if asked else float("nan")
+    return f"answer {said}, right" if said == right else f"answer {said}, wrong (it is {right})"
 
 
-def _findings(rows: Sequence[tuple[str, str, str, float]], recalls: int) -> list[tuple[str, str]]:
-    """What each cache came to, in words."""
-    found = []
-    for name, said, verdict, share in rows:
-        size = "every entry" if name == "full" else f"{BUDGET} entries"
-        found.append(
-            (name, f"answer {said}, {verdict}; of {size}, {share:.0%} of the {recalls} places needed were still there")
-        )
-    return found
+def _agreement(trace: Trace, analysis: dict[str, Any]) -> str:
+    """The revisits that were found, against the truth."""
+    from beaconscope.reasoner import agreement, truth
+
+    summary = analysis["summary"]
+    found = [row["position"] for row in analysis["revisits"]]
+    first = summary["length"] - summary["steps"]
+    seen = agreement(truth(trace), found, window=summary["window"], first=first)
+    return (
+        f"{len(found)} found. The task has {seen.wanted} looks farther back than {summary['window']} tokens, and "
+        f"{seen.right} of them are among those; {seen.near} look less far back, and {seen.found - seen.right} are no "
+        "looks of the task"
+    )
+
+
+def _losses(replay: dict[str, Any]) -> list[str]:
+    """Each setting with what it loses, least first."""
+    figure = replay["ranked_by"]
+    rows = [row for row in replay["settings"] if row["policy"] != "full"]
+    rows.sort(key=lambda row: row[figure], reverse=True)
+    return [f"{1 - row[figure]:5.1%}  {row['setting']}" for row in rows]
 
 
 def _shortened(trace: Trace) -> str:

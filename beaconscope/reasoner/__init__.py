@@ -1,6 +1,6 @@
 """The bundled tiny reasoning model: a task whose truth is known, and a model trained on it."""
 
-from beaconscope.reasoner.labels import label, truth
+from beaconscope.reasoner.labels import Agreement, agreement, label, truth
 from beaconscope.reasoner.task import (
     MODEL_FOLDER,
     SIZES,
@@ -17,10 +17,12 @@ from beaconscope.reasoner.task import (
 __all__ = [
     "MODEL_FOLDER",
     "SIZES",
+    "Agreement",
     "Problem",
     "Recall",
     "Size",
     "Solution",
+    "agreement",
     "check_size",
     "label",
     "make_problem",

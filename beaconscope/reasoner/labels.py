@@ -14,7 +14,8 @@ A token whose source does not exist (a step or a letter that was made up) has no
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from beaconscope.errors import BeaconScopeError
@@ -91,6 +92,40 @@ def label(token_ids: Sequence[int], prompt_length: int) -> list[Recall]:
         elif before3 == "so" and before2 in LETTERS and before1 == "=" and words[position] in DIGITS:
             sources[before2] = [*sources.get(before2, []), (position - 2, position + 2)]
     return recalls
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How found revisits agree with labelled recalls."""
+
+    wanted: int
+    """Recalls of something distant."""
+    found: int
+    """Revisits, those left out that are a recall of something nearer: they may be found or not."""
+    right: int
+    """Revisits that are wanted."""
+    near: int
+    """Revisits that are a recall of something nearer."""
+
+
+def agreement(recalls: Sequence[Recall], revisits: Collection[int], window: int, first: int = 0) -> Agreement:
+    """Compare positions that revisit with labelled recalls.
+
+    Parameters
+    ----------
+    recalls
+        Of :func:`truth`.
+    revisits
+        Positions whose query looks back; a recalled token is looked up by the query of the position before it.
+    window
+        A recall is wanted where each of its sources is more than so many positions back.
+    first
+        Positions before this one were not searched.
+    """
+    wanted = {recall.position - 1 for recall in recalls if recall.distance > window and recall.position > first}
+    near = {recall.position - 1 for recall in recalls} - wanted
+    counted = set(revisits) - near
+    return Agreement(len(wanted), len(counted), len(counted & wanted), len(set(revisits) & near))
 
 
 def _read_prompt(words: list[str]) -> tuple[dict[str, list[Span]], dict[str, list[Span]]]:

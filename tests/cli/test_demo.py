@@ -1,7 +1,8 @@
-"""The demo: the bundled model under four caches, from one command."""
+"""The demo: record, analyze and replay on the bundled model, from one command."""
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import pytest
@@ -12,18 +13,41 @@ from beaconscope.cli import app
 
 
 @pytest.mark.slow
-def test_the_demo_records_and_says_what_was_lost(tmp_path: Path) -> None:
+def test_the_demo_goes_the_whole_way_and_says_what_it_found(tmp_path: Path) -> None:
     # WHEN the demo runs
-    folder = tmp_path / "demo"
+    folder = tmp_path / "the demo"
     result = CliRunner().invoke(app, ["demo", "--size", "250", "--output", str(folder)])
     assert result.exit_code == 0, result.output
-    # THEN the model is right with everything at hand, and had everything that it needed
-    assert "100% of the" in next(line for line in result.stdout.splitlines() if line.startswith("full"))
-    assert "right" in next(line for line in result.stdout.splitlines() if line.startswith("full"))
-    # and every trace it names is whole
-    for name in ("full", "beacon", "random", "streaming-llm"):
+    # THEN the model is right with everything at hand
+    found = {line.split("  ")[0]: line for line in result.stdout.splitlines() if not line.startswith(" ")}
+    assert "right" in found["full cache"]
+    # and nothing of what the task looks for escapes the analysis
+    words = found["revisits"].split()
+    looks, seen = (int(words[words.index(before) + 1]) for before in ("has", "and"))
+    assert looks > 10
+    assert seen >= 0.95 * looks
+    # and both traces are whole
+    for name in ("full", "beacon"):
         assert beaconscope.load_trace(folder / f"{name}.parquet").whole
-    # AND a second one does not overwrite it
-    again = CliRunner().invoke(app, ["demo", "--size", "250", "--output", str(folder)])
-    assert again.exit_code == 1
-    assert "--force" in again.stderr
+    # and the commands it names are commands that a user can run
+    shown = result.stderr.replace("\\\n", " ")
+    commands = [shlex.split(line[2:]) for line in shown.splitlines() if line.startswith("$ ")]
+    assert [command[1] for command in commands] == ["record", "record", "analyze", "replay"]
+    again = CliRunner().invoke(app, [*commands[2][1:], "--force"])
+    assert again.exit_code == 0, again.output
+    # AND a second demo does not overwrite it
+    second = CliRunner().invoke(app, ["demo", "--size", "250", "--output", str(folder)])
+    assert second.exit_code == 1
+    assert "--force" in second.stderr
+
+
+def test_a_command_that_fails_ends_the_demo_with_its_words(tmp_path: Path) -> None:
+    # GIVEN a folder in which the name of a recording is taken by a folder
+    folder = tmp_path / "demo"
+    (folder / "full.parquet").mkdir(parents=True)
+    # WHEN the demo runs
+    result = CliRunner().invoke(app, ["demo", "--size", "250", "--output", str(folder), "--force", "--quiet"])
+    # THEN it says so, in one line
+    assert result.exit_code != 0
+    assert result.stderr.startswith("error: ")
+    assert "full.parquet" in result.stderr

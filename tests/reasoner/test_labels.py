@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from beaconscope.errors import BeaconScopeError
-from beaconscope.reasoner import label, truth
-from beaconscope.reasoner.task import SIZES, make_problem, solve
+from beaconscope.reasoner import Agreement, agreement, label, truth
+from beaconscope.reasoner.task import SIZES, Recall, make_problem, solve
 from beaconscope.reasoner.vocabulary import encode
 
 PROBLEM = "given f = 7 , c = 2 . plan 02 subtract d ; 01 add f ; 03 stop ; start at 01 with 5 ."
@@ -93,3 +93,17 @@ def test_a_trace_with_missing_positions_is_refused() -> None:
     frame = pd.DataFrame({"position": [0, 2], "token_id": encode(["<user>", "given"])})
     with pytest.raises(BeaconScopeError, match="position"):
         truth(Recorded(frame, 2))
+
+
+def test_revisits_are_counted_against_the_recalls_of_something_distant() -> None:
+    # GIVEN recalls by the queries at 99 (far), 119 (near, by its second source) and 139 (far), one that is not searched
+    recalls = [
+        Recall(41, "value", ((0, 4),)),
+        Recall(100, "value", ((0, 4),)),
+        Recall(120, "value", ((0, 4), (110, 114))),
+        Recall(140, "value", ((8, 12),)),
+    ]
+    # WHEN one far and one near one are found, and one that is no recall
+    found = agreement(recalls, [99, 119, 130], window=32, first=50)
+    # THEN the near one counts neither way
+    assert found == Agreement(wanted=2, found=2, right=1, near=1)
