@@ -15,12 +15,14 @@ revisits:
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
+from sklearn import config_context
 from sklearn.cluster import KMeans
 from sklearn.metrics import (
     adjusted_rand_score,
@@ -41,12 +43,11 @@ from beaconscope.trace import HeadTrace, Trace
 Array = npt.NDArray[np.floating[Any]]
 
 _NULL_DRAWS = 19
-_HOPKINS_DRAWS = 39
 _STABILITY_DRAWS = 5
-_NULL_COUNTS = (2, 3, 5, 8, 12)
+_NULL_COUNTS = (2, 4, 8)
 """Numbers of clusters at which data and null are compared."""
 _FEWEST_QUERIES = 20
-_TENDENCY_QUERIES = 200
+_TENDENCY_QUERIES = 128
 FEWEST_REVISITS = 8
 """Revisits of a head below which nothing is said about their clusters."""
 GROUPS = 8
@@ -88,13 +89,18 @@ class Sweep:
         return f"{text}; next is K = {self.counts[second]} ({self.silhouette[second]:.2f})"
 
 
+def distinct(points: Array) -> int:
+    """How many of the points [n, D] differ by more than rounding."""
+    return len(np.unique(np.round(points, 5), axis=0))
+
+
 def sweep_clusters(points: Array, counts: tuple[int, ...], seed: int) -> Sweep | None:
     """Cluster unit vectors [n, D] into each number of clusters that makes sense; None where none does."""
-    distinct = len(np.unique(np.round(points, 5), axis=0))
+    most = distinct(points)
     distance = cosine_distances(points)
     rows = []
     for count in counts:
-        if not 2 <= count < distinct:
+        if not 2 <= count < most:
             continue
         labels = KMeans(count, n_init=3, random_state=seed).fit_predict(points)
         if len(np.unique(labels)) < 2:
@@ -145,7 +151,7 @@ def hopkins(points: Array, null: MatchedNull, random: np.random.Generator) -> fl
 
 
 def tendency(points: Array, seed: int) -> tuple[float, float, float]:
-    """Whether unit vectors [n, D] cluster more than the matched null does; of at most 200 of them.
+    """Whether unit vectors [n, D] cluster more than the matched null does; of at most 128 of them.
 
     Returns
     -------
@@ -155,32 +161,27 @@ def tendency(points: Array, seed: int) -> tuple[float, float, float]:
     random = np.random.default_rng(seed)
     if len(points) > _TENDENCY_QUERIES:
         points = points[random.choice(len(points), _TENDENCY_QUERIES, replace=False)]
-    null = MatchedNull(points)
-    found = _best_silhouette(points, seed)
-    if np.isnan(found):
+    counts = tuple(count for count in _NULL_COUNTS if count < distinct(points))
+    if not counts:
         return float("nan"), float("nan"), float("nan")
-    reached = 1
+    null = MatchedNull(points)
+    found, statistic = _best_silhouette(points, counts, seed), hopkins(points, null, random)
+    reached, above = 1, 1
     for draw in range(_NULL_DRAWS):
-        reached += _best_silhouette(null.draw(len(points), random), seed + draw) >= found
-    statistic = hopkins(points, null, random)
-    above = 1
-    for _ in range(_HOPKINS_DRAWS):
         drawn = null.draw(len(points), random)
+        reached += _best_silhouette(drawn, counts, seed + draw) >= found
         above += hopkins(drawn, MatchedNull(drawn), random) >= statistic
-    return reached / (_NULL_DRAWS + 1), statistic, above / (_HOPKINS_DRAWS + 1)
+    return reached / (_NULL_DRAWS + 1), statistic, above / (_NULL_DRAWS + 1)
 
 
-def _best_silhouette(points: Array, seed: int) -> float:
-    """The best silhouette over a few numbers of clusters, with one start each; nan where the points are all alike."""
+def _best_silhouette(points: Array, counts: tuple[int, ...], seed: int) -> float:
+    """The best silhouette over some numbers of clusters, with one start each."""
     distance = cosine_distances(points)
-    distinct = len(np.unique(np.round(points, 5), axis=0))
-    best = float("nan")
-    for count in _NULL_COUNTS:
-        if count >= distinct:
-            break
+    best = -1.0
+    for count in counts:
         labels = KMeans(count, n_init=1, random_state=seed).fit_predict(points)
         if len(np.unique(labels)) > 1:
-            best = float(np.fmax(best, silhouette_score(distance, labels, metric="precomputed")))
+            best = max(best, float(silhouette_score(distance, labels, metric="precomputed")))
     return best
 
 
@@ -267,13 +268,15 @@ def spaces(trace: Trace, head: HeadTrace, group: int, positions: npt.NDArray[np.
     """Directions [n, D] of the queries at ``positions``, by query space; one space where nothing is rotated."""
     query = np.asarray(head.query[positions, group], np.float32)
     rotary = layer_rotary(trace, head.layer)
-    found = {"post-rope": normalize(query)}
+    found = {"post-rope": query}
     if rotary is not None:
-        found = {"pre-rope": normalize(pre_rope(query, rotary, positions)), **found}
-    return found
+        found = {"pre-rope": pre_rope(query, rotary, positions), **found}
+    # scikit-learn is faster in the precision that it computes distances in.
+    return {space: normalize(np.asarray(points, np.float64)) for space, points in found.items()}
 
 
 def cluster_rows(
+    pool: ThreadPoolExecutor,
     trace: Trace,
     heads: pd.DataFrame,
     events: Events,
@@ -283,26 +286,47 @@ def cluster_rows(
     options: AnalyzeOptions,
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Cluster the queries of the busiest heads; one row per head and space, and one per number of clusters tried."""
+
+    def one(busy: tuple[int, tuple[int, int, int]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        number, name = busy
+        looking = np.intersect1d(events.step[head_of == number], revisits.steps)
+        return _of_head(trace, name, looking, first, options)
+
+    chosen = busiest_heads(heads, options.cluster_heads)
+    names = zip(chosen["layer"].tolist(), chosen["kv_head"].tolist(), chosen["query_head"].tolist(), strict=True)
     rows: list[dict[str, Any]] = []
     swept: list[dict[str, Any]] = []
-    for number, info in busiest_heads(heads, options.cluster_heads).iterrows():
-        layer, kv_head, group = int(info["layer"]), int(info["kv_head"]), int(info["query_head"])
-        head = trace.head(layer, kv_head)
-        positions = np.arange(first, trace.length)
-        positions = positions[np.isfinite(head.query[first:, group]).all(axis=1)]
-        if len(positions) < _FEWEST_QUERIES:
-            continue
-        revisiting = np.isin(positions, np.intersect1d(events.step[head_of == number], revisits.steps))
-        random = np.random.default_rng([options.seed, layer, kv_head, group])
-        sample = np.arange(len(positions))
-        if len(sample) > options.cluster_queries:
-            sample = np.sort(random.choice(len(sample), options.cluster_queries, replace=False))
-        for space, points in spaces(trace, head, group, positions).items():
-            name = {"layer": layer, "kv_head": kv_head, "query_head": group, "space": space}
-            row, of_counts = _clusters_of(points, sample, np.flatnonzero(revisiting), random, options)
-            rows.append(name | row)
-            swept += [name | one for one in of_counts]
+    for of_head, of_counts in pool.map(one, zip(chosen.index.tolist(), names, strict=True)):
+        rows += of_head
+        swept += of_counts
     return pd.DataFrame(rows, columns=_CLUSTER_COLUMNS), pd.DataFrame(swept, columns=_SWEEP_COLUMNS)
+
+
+def _of_head(
+    trace: Trace, head: tuple[int, int, int], looking: npt.NDArray[np.int64], first: int, options: AnalyzeOptions
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Rows of one query head, of whose steps those ``looking`` are its part in revisits."""
+    layer, kv_head, group = head
+    recorded = trace.head(layer, kv_head)
+    positions = np.arange(first, trace.length)
+    positions = positions[np.isfinite(recorded.query[first:, group]).all(axis=1)]
+    rows: list[dict[str, Any]] = []
+    swept: list[dict[str, Any]] = []
+    if len(positions) < _FEWEST_QUERIES:
+        return rows, swept
+    revisiting = np.flatnonzero(np.isin(positions, looking))
+    random = np.random.default_rng([options.seed, *head])
+    sample = np.arange(len(positions))
+    if len(sample) > options.cluster_queries:
+        sample = np.sort(random.choice(len(sample), options.cluster_queries, replace=False))
+    for space, points in spaces(trace, recorded, group, positions).items():
+        name = {"layer": layer, "kv_head": kv_head, "query_head": group, "space": space}
+        # What is given to scikit-learn here has been checked, and its checks take longer than its work.
+        with config_context(assume_finite=True, skip_parameter_validation=True):
+            row, of_counts = _clusters_of(points, sample, revisiting, random, options)
+        rows.append(name | row)
+        swept += [name | counted for counted in of_counts]
+    return rows, swept
 
 
 def _clusters_of(

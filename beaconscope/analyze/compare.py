@@ -24,7 +24,7 @@ from sklearn.metrics import adjusted_mutual_info_score
 from sklearn.preprocessing import normalize
 
 from beaconscope.analyze.analysis import SCHEMA_VERSION, Analysis, plain
-from beaconscope.analyze.clusters import busiest_heads, spaces
+from beaconscope.analyze.clusters import busiest_heads, distinct, spaces
 from beaconscope.trace import Trace
 
 _MATCHED_HEADS = 4
@@ -86,9 +86,9 @@ def compare(traces: Sequence[Trace], analyses: Sequence[Analysis]) -> Comparison
                 "answer": analysis.verdict["answer"],
             }
         )
-    cached: dict[tuple[int, Head], dict[str, Centroids]] = {}
+    queries = _Queries(traces, analyses)
     for first, second in itertools.combinations(range(len(traces)), 2):
-        both = _matches(traces, analyses, first, second, cached)
+        both = _matches(queries, analyses, first, second)
         matches += both
         pairs.append(_pair(analyses, first, second, both))
     return Comparison(listed, pairs, matches, _by_length(analyses), _verdict(pairs))
@@ -121,46 +121,60 @@ def _pair(analyses: Sequence[Analysis], first: int, second: int, matches: list[d
     }
 
 
-def _matches(
-    traces: Sequence[Trace],
-    analyses: Sequence[Analysis],
-    first: int,
-    second: int,
-    cached: dict[tuple[int, Head], dict[str, Centroids]],
-) -> list[dict[str, Any]]:
+class _Queries:
+    """Queries of the heads of some traces, and their clusters, each computed once."""
+
+    def __init__(self, traces: Sequence[Trace], analyses: Sequence[Analysis]) -> None:
+        self._traces, self._analyses = traces, analyses
+        self._spaces: dict[tuple[int, Head], dict[str, Centroids]] = {}
+        self._fits: dict[tuple[int, Head, str, int], KMeans] = {}
+
+    def of(self, trace: int, head: Head) -> dict[str, Centroids]:
+        """Directions [n, D] of up to 200 generating queries by space; nothing where there are too few."""
+        if (trace, head) not in self._spaces:
+            self._spaces[trace, head] = _queries(self._traces[trace], self._analyses[trace], head)
+        return self._spaces[trace, head]
+
+    def clusters(self, trace: int, head: Head, space: str, count: int) -> KMeans:
+        """Their k-means."""
+        key = (trace, head, space, count)
+        if key not in self._fits:
+            seed = self._analyses[trace].options.seed
+            self._fits[key] = KMeans(count, n_init=3, random_state=seed).fit(self.of(trace, head)[space])
+        return self._fits[key]
+
+
+def _matches(queries: _Queries, analyses: Sequence[Analysis], first: int, second: int) -> list[dict[str, Any]]:
     a, b = _head_table(analyses[first]), _head_table(analyses[second])
     shared = a.index.intersection(b.index)
     if not len(shared):
         return []
-    together = (
-        a.loc[shared, ["revisits", "events", "distant_share"]] + b.loc[shared, ["revisits", "events", "distant_share"]]
-    ).reset_index()
+    busy = ["revisits", "events", "distant_share"]
+    together = (a.loc[shared, busy] + b.loc[shared, busy]).reset_index()
     chosen = [
         (int(row["layer"]), int(row["kv_head"]), int(row["query_head"]))
         for _, row in busiest_heads(together, _MATCHED_HEADS).iterrows()
     ]
-    points: dict[Head, tuple[dict[str, Centroids], dict[str, Centroids]]] = {}
+    alike: list[Head] = []
     for head in chosen:
-        for number in (first, second):
-            if (number, head) not in cached:
-                cached[number, head] = _queries(traces[number], analyses[number], head)
-        mine, other = cached[first, head], cached[second, head]
+        mine, other = queries.of(first, head), queries.of(second, head)
         if mine and other and mine["post-rope"].shape[1] == other["post-rope"].shape[1]:
-            points[head] = mine, other
-    seed = analyses[first].options.seed
+            alike.append(head)
     rows = []
-    for number, (head, (mine, other)) in enumerate(points.items()):
-        for space in mine.keys() & other.keys():
-            count = min(_CLUSTERS, len(mine[space]) - 1, len(other[space]) - 1)
+    for number, head in enumerate(alike):
+        mine, other = queries.of(first, head), queries.of(second, head)
+        for space in sorted(mine.keys() & other.keys(), reverse=True):  # pre-rope first
+            count = min(_CLUSTERS, distinct(mine[space]) - 1, distinct(other[space]) - 1)
             if count < 2:
                 continue
-            one, two = (KMeans(count, n_init=3, random_state=seed).fit(part[space]) for part in (mine, other))
+            one, two = queries.clusters(first, head, space, count), queries.clusters(second, head, space, count)
             pooled = np.concatenate([mine[space], other[space]])
-            stranger = None
-            if len(points) > 1:
-                strange = points[list(points)[number - 1]][1]
-                if space in strange and len(strange[space]) > count and strange[space].shape[1] == pooled.shape[1]:
-                    stranger = KMeans(count, n_init=3, random_state=seed).fit(strange[space]).cluster_centers_
+            stranger = alike[number - 1]
+            strange = queries.of(second, stranger).get(space, pooled[:0])
+            chance = None
+            if stranger != head and strange.shape[1] == pooled.shape[1] and distinct(strange) > count:
+                centroids = queries.clusters(second, stranger, space, count).cluster_centers_
+                chance = matched_cosine(one.cluster_centers_, centroids)
             rows.append(
                 {
                     "first": first,
@@ -170,13 +184,10 @@ def _matches(
                     "clusters": count,
                     "ami": float(adjusted_mutual_info_score(one.predict(pooled), two.predict(pooled))),
                     "centroid_cosine": matched_cosine(one.cluster_centers_, two.cluster_centers_),
-                    "centroid_cosine_by_chance": None
-                    if stranger is None
-                    else matched_cosine(one.cluster_centers_, stranger),
+                    "centroid_cosine_by_chance": chance,
                 }
             )
-    order = [".".join(map(str, head)) for head in chosen]
-    return sorted(rows, key=lambda row: (order.index(row["head"]), row["space"] != "pre-rope"))
+    return rows
 
 
 def matched_cosine(first: Centroids, second: Centroids) -> float:

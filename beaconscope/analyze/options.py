@@ -59,7 +59,7 @@ class AnalyzeOptions:
     clusters
         Largest number of clusters tried.
     cluster_heads
-        Query heads, those with the most events, whose queries are clustered.
+        Query heads, those with a part in most revisits, whose queries are clustered.
     cluster_queries
         Queries of a head that are clustered, at most.
     permutations
@@ -94,7 +94,7 @@ class AnalyzeOptions:
     target_mass: float = 0.8
     shifts: int = 200
     clusters: int = 12
-    cluster_heads: int = 8
+    cluster_heads: int = 6
     cluster_queries: int = 400
     permutations: int = 999
     seed: int = 0

@@ -93,13 +93,13 @@ def anchors(found: pd.DataFrame, text: Text) -> pd.DataFrame:
         last (positions of those revisits), from_positions (all of them), text.
     """
     rows: list[dict[str, Any]] = []
-    for sentence in sorted(set(found["sentence"].tolist())):
-        part = found[found["sentence"] == sentence]
+    for _, part in found.groupby("sentence"):
+        sentence = int(part["sentence"].iloc[0])
         start, stop = int(text.sentences.start[sentence]), int(text.sentences.stop[sentence])
         visits = sorted(set(part["position"].tolist()))
         rows.append(
             {
-                "sentence": int(sentence),
+                "sentence": sentence,
                 "start": start,
                 "stop": stop,
                 "period": text.period(start),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,7 @@ from beaconscope.analyze.clusters import cluster_rows
 from beaconscope.analyze.events import Events, find_events, join
 from beaconscope.analyze.heads import RETRIEVES, head_row
 from beaconscope.analyze.options import AnalyzeOptions
+from beaconscope.analyze.parallel import workers
 from beaconscope.analyze.places import Text, anchors, merged, span_rows, spans
 from beaconscope.analyze.revisits import Revisits, find_revisits
 from beaconscope.analyze.scan import find_sinks, scan
@@ -52,7 +55,13 @@ class _Sums:
     assumed: bool = False
 
 
-def analyze(trace: Trace, options: AnalyzeOptions | None = None, progress: Progress | None = None) -> Analysis:
+def analyze(
+    trace: Trace,
+    options: AnalyzeOptions | None = None,
+    progress: Progress | None = None,
+    *,
+    jobs: int | None = None,
+) -> Analysis:
     """Find the thought-revisiting tokens of a trace, what and who revisits, and whether their queries cluster.
 
     Attention is computed anew from the recorded queries and keys, one KV head at a time.
@@ -65,6 +74,8 @@ def analyze(trace: Trace, options: AnalyzeOptions | None = None, progress: Progr
         Settings; the defaults if left out.
     progress
         Called after each KV head.
+    jobs
+        Heads computed side by side; None is one for each core, at most eight. Makes no difference to what is found.
 
     Returns
     -------
@@ -74,7 +85,7 @@ def analyze(trace: Trace, options: AnalyzeOptions | None = None, progress: Progr
     Raises
     ------
     UsageError
-        Where layers or heads are chosen that the trace lacks.
+        Where layers or heads are chosen that the trace lacks, or fewer than one job.
     BeaconScopeError
         Where the file is damaged.
     """
@@ -91,23 +102,23 @@ def analyze(trace: Trace, options: AnalyzeOptions | None = None, progress: Progr
     if trace.length == trace.prompt_length:
         steps = range(trace.length, trace.length)
 
-    sums = _gather(trace, options, chosen, text, window, steps, progress)
-    events = join(sums.events)
-    head_of = np.concatenate(sums.head_of) if sums.head_of else np.zeros(0, np.int64)
-    strong = (events.share >= options.lone_share) & (events.mass >= options.lone_share / 2)
-    strong &= events.width <= options.lone_focus
-    revisits = find_revisits(head_of, events.step, events.center, strong, steps, options)
+    with workers(jobs) as pool:
+        sums = _gather(pool, trace, options, chosen, text, window, steps, progress)
+        events = join(sums.events)
+        head_of = np.concatenate(sums.head_of) if sums.head_of else np.zeros(0, np.int64)
+        strong = (events.share >= options.lone_share) & (events.mass >= options.lone_share / 2)
+        strong &= events.width <= options.lone_focus
+        revisits = find_revisits(head_of, events.step, events.center, strong, steps, options)
+        heads = _head_frame(sums, events, head_of, revisits, options)
+        clusters, sweep = cluster_rows(pool, trace, heads, events, head_of, revisits, first, options)
     tokens = _token_frame(frame, text, sums, revisits)
     found, targets = _revisit_frames(sums, events, head_of, revisits, text, options)
-    heads = _head_frame(sums, events, head_of, revisits, options)
     cache, lost = cache_consequences(
         sums.evicted, sums.distant, sums.lost, steps, sums.heads, events, head_of, found, text
     )
     tokens["lost_share"] = np.where(sums.distant > 0, sums.lost / np.maximum(sums.distant, 1e-30), 0.0)
     if not sums.evicted:
         tokens["lost_share"] = np.nan
-
-    clusters, sweep = cluster_rows(trace, heads, events, head_of, revisits, first, options)
     beacons = beacon_rows(trace, heads, events, head_of, options)
     summary = {
         "trace": str(trace.path),
@@ -171,8 +182,24 @@ def _chosen_heads(trace: Trace, options: AnalyzeOptions) -> list[tuple[int, int]
     return chosen
 
 
-@torch.inference_mode()
+@dataclass(frozen=True)
+class _OfHead:
+    """What one KV head gives. T positions, G query heads."""
+
+    share_sum: npt.NDArray[np.float64]  # [T], over its query heads
+    share_count: npt.NDArray[np.int64]  # [T]
+    share_max: npt.NDArray[np.float32]  # [T]
+    distant: npt.NDArray[np.float64]  # [T]
+    lost: npt.NDArray[np.float64] | None  # [T]
+    rows: list[dict[str, Any]]  # [G]
+    events: Events
+    evicted: npt.NDArray[np.int64] | None  # [T]
+    missing: int
+    assumed: bool
+
+
 def _gather(
+    pool: ThreadPoolExecutor,
     trace: Trace,
     options: AnalyzeOptions,
     chosen: list[tuple[int, int]],
@@ -181,41 +208,63 @@ def _gather(
     steps: range,
     progress: Progress | None,
 ) -> _Sums:
-    """Pass over every chosen head."""
+    """Pass over every chosen head, and sum up in their order."""
     length = trace.length
     sums = _Sums(
         np.zeros(length), np.zeros(length, np.int64), np.zeros(length, np.float32), np.zeros(length), np.zeros(length)
     )
-    for done, (layer, kv_head) in enumerate(chosen):
-        facts = layer_facts(trace, layer)
-        gone = evicted_at(trace, layer, kv_head)
-        attention = HeadAttention(trace.head(layer, kv_head), facts, gone if options.over == "held" else None)
-        sums.missing += attention.missing
-        sums.assumed |= facts.assumed
-        if gone is not None:
-            sums.evicted[layer, kv_head] = gone
-        if options.sinks is None:
-            sinks = find_sinks(attention, window, options.sink_share)
-        else:
-            sinks = [list(range(min(options.sinks, length)))] * attention.groups
-        scanned = scan(attention, text.sentences, window, sinks, gone)
-        events = find_events(attention, scanned, steps.start, window, options)
-        share = scanned.share
-        known = ~np.isnan(share)
-        sums.share_sum += np.where(known, share, 0).sum(axis=0)
-        sums.share_count += known.sum(axis=0)
-        sums.share_max = np.fmax(sums.share_max, np.where(known, share, 0).max(axis=0))
-        sums.distant += np.nan_to_num(scanned.distant).sum(axis=0)
-        if scanned.lost is not None:
-            sums.lost += np.nan_to_num(scanned.lost).sum(axis=0)
-        sums.head_of.append(len(sums.heads) + events.group)
-        sums.events.append(events)
-        fired = np.bincount(events.group, minlength=attention.groups)
-        for group in range(attention.groups):
-            sums.heads.append(head_row(layer, kv_head, group, scanned, int(fired[group]), steps, text.token_id, window))
+    each = partial(_of_head, trace, options, text, window, steps)
+    for done, (head, found) in enumerate(zip(chosen, pool.map(each, chosen), strict=True)):
+        sums.missing += found.missing
+        sums.assumed |= found.assumed
+        if found.evicted is not None:
+            sums.evicted[head] = found.evicted
+        sums.share_sum += found.share_sum
+        sums.share_count += found.share_count
+        sums.share_max = np.fmax(sums.share_max, found.share_max)
+        sums.distant += found.distant
+        if found.lost is not None:
+            sums.lost += found.lost
+        sums.head_of.append(len(sums.heads) + found.events.group)
+        sums.events.append(found.events)
+        sums.heads += found.rows
         if progress is not None:
             progress(done + 1, len(chosen))
     return sums
+
+
+@torch.inference_mode()
+def _of_head(
+    trace: Trace, options: AnalyzeOptions, text: Text, window: int, steps: range, head: tuple[int, int]
+) -> _OfHead:
+    layer, kv_head = head
+    facts = layer_facts(trace, layer)
+    gone = evicted_at(trace, layer, kv_head)
+    attention = HeadAttention(trace.head(layer, kv_head), facts, gone if options.over == "held" else None)
+    if options.sinks is None:
+        sinks = find_sinks(attention, window, options.sink_share)
+    else:
+        sinks = [list(range(min(options.sinks, trace.length)))] * attention.groups
+    scanned = scan(attention, text.sentences, window, sinks, gone)
+    events = find_events(attention, scanned, steps.start, window, options)
+    share = scanned.share
+    known = ~np.isnan(share)
+    fired = np.bincount(events.group, minlength=attention.groups)
+    return _OfHead(
+        share_sum=np.where(known, share, 0).sum(axis=0, dtype=np.float64),
+        share_count=known.sum(axis=0),
+        share_max=np.where(known, share, 0).max(axis=0),
+        distant=np.nan_to_num(scanned.distant).sum(axis=0, dtype=np.float64),
+        lost=None if scanned.lost is None else np.nan_to_num(scanned.lost).sum(axis=0, dtype=np.float64),
+        rows=[
+            head_row(layer, kv_head, group, scanned, int(fired[group]), steps, text.token_id, window)
+            for group in range(attention.groups)
+        ],
+        events=events,
+        evicted=gone,
+        missing=attention.missing,
+        assumed=facts.assumed,
+    )
 
 
 def _token_frame(frame: pd.DataFrame, text: Text, sums: _Sums, revisits: Revisits) -> pd.DataFrame:

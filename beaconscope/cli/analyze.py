@@ -35,6 +35,14 @@ def analyze(
     ] = "everything",
     top: Annotated[int, typer.Option(min=1, help="Rows of each table.", rich_help_panel=WHAT)] = 10,
     seed: Annotated[int, typer.Option(min=0, help="Of everything that is drawn.", rich_help_panel=WHAT)] = 0,
+    jobs: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Heads computed side by side; changes no number. Default: one a core, at most 8.",
+            rich_help_panel=WHAT,
+        ),
+    ] = None,
     window: Annotated[
         int | None,
         typer.Option(
@@ -90,7 +98,7 @@ def analyze(
     clusters: Annotated[int, typer.Option(help="Largest number of clusters tried.", rich_help_panel=CLUSTERS)] = 12,
     cluster_heads: Annotated[
         int, typer.Option(help="Query heads whose queries are clustered.", rich_help_panel=CLUSTERS)
-    ] = 8,
+    ] = 6,
     cluster_queries: Annotated[
         int, typer.Option(help="Queries of a head that are clustered, at most.", rich_help_panel=CLUSTERS)
     ] = 400,
@@ -167,7 +175,7 @@ def analyze(
     analyses = []
     for opened in loaded:
         with terminal.progress(f"Analyzing {opened.path.name}", "heads") as report:
-            analyses.append(run(opened, options, report))
+            analyses.append(run(opened, options, report, jobs=jobs))
     if model is not None:
         from beaconscope import LoadOptions, load_model
         from beaconscope.analyze import add_causal

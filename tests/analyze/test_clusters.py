@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 import pytest
+from sklearn import config_context
 from sklearn.datasets import make_blobs
 from sklearn.metrics import (
     adjusted_rand_score,
@@ -115,10 +116,8 @@ def test_centroids_are_matched_whatever_their_order():
     assert matched_cosine(centroids, centroids[[3, 1, 4, 0, 2]]) == pytest.approx(1.0)
 
 
-@pytest.mark.slow
-def test_isotropic_noise_is_called_clustered_in_one_of_twenty_at_most():
-    wrong = 0
-    for seed in range(100):
-        silhouette_p, _, hopkins_p = tendency(noise(seed, 60, 16), seed)
-        wrong += silhouette_p <= 0.05 and hopkins_p <= 0.05
-    assert wrong <= 5
+def test_isotropic_noise_is_not_called_clustered():
+    # benchmarks/detection.py counts it over 100 seeds.
+    with config_context(assume_finite=True, skip_parameter_validation=True):
+        found = [tendency(noise(seed, 60, 16), seed) for seed in range(12)]
+    assert sum(silhouette_p <= 0.05 and hopkins_p <= 0.05 for silhouette_p, _, hopkins_p in found) <= 1

@@ -59,10 +59,13 @@ def test_a_trace_without_revisits_has_few(tmp_path, how, seed):
     assert found.verdict["answer"] == "not enough"
 
 
-def test_the_same_seed_gives_the_same_bytes(tmp_path):
-    options = AnalyzeOptions(cluster_heads=1, cluster_queries=30, clusters=2, shifts=20, permutations=19)
+def test_the_same_seed_gives_the_same_bytes_whatever_runs_side_by_side(tmp_path):
+    options = AnalyzeOptions(cluster_heads=2, cluster_queries=30, clusters=2, shifts=20, permutations=19)
     made = plant(tmp_path / "trace.parquet", STRONG)
-    files = [analyze(load_trace(made.path), options).save(tmp_path / f"{n}.parquet").read_bytes() for n in range(2)]
+    files = [
+        analyze(load_trace(made.path), options, jobs=jobs).save(tmp_path / f"{jobs}.parquet").read_bytes()
+        for jobs in (1, 3)
+    ]
     assert files[0] == files[1]
 
 
