@@ -27,7 +27,8 @@ MAY_IMPORT = {
     "record": FOUNDATION,
     "analyze": FOUNDATION,
     "replay": FOUNDATION,
-    "report": FOUNDATION,
+    # A report shows what the analysis found, and computes attention as it does.
+    "report": FOUNDATION | {"analyze"},
     "cli": FOUNDATION | STAGES | {"reasoner"},
 }
 # What the live cache and the replay share, so it may look at neither a cache nor a model.

@@ -7,12 +7,14 @@ import typer
 from beaconscope.cli.analyze import analyze
 from beaconscope.cli.demo import demo
 from beaconscope.cli.errors import Command
+from beaconscope.cli.figures import figures
 from beaconscope.cli.info import info
 from beaconscope.cli.options import Version
 from beaconscope.cli.policies import policies
 from beaconscope.cli.record import record
 from beaconscope.cli.recover import recover
 from beaconscope.cli.replay import replay
+from beaconscope.cli.report import report
 
 app = typer.Typer(
     name="beaconscope",
@@ -28,7 +30,7 @@ def _top(version: Version = False) -> None:
     """Show where a chain of thought goes back to, and what a KV cache must keep for it."""
 
 
-for _command in (demo, record, analyze, replay, info, recover, policies):
+for _command in (demo, record, analyze, replay, report, figures, info, recover, policies):
     app.command(cls=Command)(_command)
 
 

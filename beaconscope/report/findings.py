@@ -1,0 +1,63 @@
+"""What an analysis found, as the report needs it: of an analysis just made, or of a file that `analyze -o` wrote."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+from beaconscope.errors import BeaconScopeError
+
+if TYPE_CHECKING:
+    from beaconscope.analyze import Analysis
+    from beaconscope.trace import Trace
+
+_KEY = b"beaconscope.analysis"
+_COLUMNS = {"position", "sentence", "distant_share", "distant_share_max", "global_heads", "q", "revisit", "lost_share"}
+
+
+@dataclass(frozen=True)
+class Findings:
+    """An analysis: its JSON (see ``docs/analysis.md``) and one row per position."""
+
+    result: dict[str, Any]
+    tokens: pd.DataFrame
+
+
+def findings_of(analysis: Analysis) -> Findings:
+    """Take an analysis that was just made."""
+    return Findings(analysis.to_dict(), analysis.tokens)
+
+
+def load_findings(path: Path, trace: Trace) -> Findings:
+    """Read an analysis of ``trace`` from the file that ``analyze -o`` wrote.
+
+    Raises
+    ------
+    BeaconScopeError
+        Where it is none, is of a newer version, or is of another trace.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    remedy = f"give a file that `beaconscope analyze {trace.path} -o FILE` wrote"
+    try:
+        table = pq.read_table(path)
+        result = json.loads((table.schema.metadata or {})[_KEY])
+        version = str(result["schema_version"])
+    except (OSError, ValueError, KeyError, TypeError, pa.ArrowException) as error:
+        raise BeaconScopeError(f"{path} is no analysis; {remedy}") from error
+    if version.split(".")[0] != "1":
+        raise BeaconScopeError(f"{path} has version {version} and this BeaconScope reads 1; {remedy}")
+    tokens = table.to_pandas()
+    if missing := sorted(_COLUMNS - set(tokens.columns)):
+        raise BeaconScopeError(f"{path} lacks the column {missing[0]}; {remedy}")
+    if len(tokens) != trace.length:
+        raise BeaconScopeError(f"{path} is of {len(tokens)} tokens and {trace.path} has {trace.length}; {remedy}")
+    ids = trace.tokens["token_id"].to_numpy()
+    if "token_id" in tokens and (tokens["token_id"].to_numpy() != ids).any():
+        raise BeaconScopeError(f"{path} is of another text than {trace.path}; {remedy}")
+    return Findings(result, tokens)
