@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
 from typing import Any, Literal, TypeVar, get_args
 
@@ -94,6 +93,8 @@ def run_tasks(
 
 
 def _processes(tasks: Mapping[str, Callable[[], T]], workers: int) -> Iterator[tuple[str, T]]:
+    from concurrent.futures.process import BrokenProcessPool
+
     from joblib import Parallel, delayed
 
     waiting = dict(tasks)

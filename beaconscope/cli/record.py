@@ -11,6 +11,7 @@ import typer
 from beaconscope.cli import output as out
 from beaconscope.cli.options import Force, Json, Output, Quiet, Verbose, Version
 from beaconscope.cli.terminal import Terminal, quieten_libraries
+from beaconscope.engines import check_engine
 from beaconscope.errors import UsageError
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ PROMPT = "Prompt"
 GENERATION = "Generation"
 CACHE = "KV cache"
 TRACE = "Trace"
+WORKERS = "Many prompts at once"
 
 INTERRUPTED = 130
 
@@ -67,6 +69,19 @@ def record(
         ),
     ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts that are run together.", rich_help_panel=PROMPT)] = 1,
+    jobs: Annotated[
+        int,
+        typer.Option(
+            help="Processes for many prompts, each with a model (and a GPU) of its own.", rich_help_panel=WORKERS
+        ),
+    ] = 1,
+    engine: Annotated[
+        Literal["loky", "dask", "ray"],
+        typer.Option(help="Processes here, or workers of a Dask or Ray cluster.", rich_help_panel=WORKERS),
+    ] = "loky",
+    address: Annotated[
+        str | None, typer.Option(metavar="ADDRESS", help="Of the cluster's scheduler.", rich_help_panel=WORKERS)
+    ] = None,
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="System message.", rich_help_panel=PROMPT)] = None,
     raw: Annotated[
         bool, typer.Option("--raw", help="Feed the prompt without the chat template.", rich_help_panel=PROMPT)
@@ -205,10 +220,14 @@ def record(
     """Run a model on a prompt and write a trace of its attention, compressing the KV cache on the way."""
     terminal = Terminal(quiet, verbose)
     _check_sources(prompt, prompts, completion, batch_size)
+    spread = jobs != 1 or engine != "loky" or address is not None
+    check_engine(engine, jobs, address)
+    if spread and prompts is None:
+        raise UsageError("--jobs, --engine and --address go with --prompts; leave them out")
     quieten_libraries(terminal)
 
     from beaconscope.models import LoadOptions, load_model
-    from beaconscope.record import RecordOptions, Sampling
+    from beaconscope.record import RecordOptions, Sampling, record_with_workers
     from beaconscope.record import record as run
     from beaconscope.record import record_prompts as run_many
     from beaconscope.record.prompts import read_prompts, read_text
@@ -255,6 +274,23 @@ def record(
         many = read_prompts(prompts or "-")
         path = out.traces_folder(output, prompts or "-")
 
+    if spread:
+        with terminal.progress("Recording", "prompts") as report:
+            paths = record_with_workers(
+                load_options,
+                many,
+                options,
+                folder=path,
+                batch_size=batch_size,
+                force=force,
+                workers=jobs,
+                engine=engine,
+                address=address,
+                progress=report,
+                note=terminal.note,
+            )
+        _tell(terminal, path, paths, wanted=len(many), json=json)
+        return
     terminal.note(f"Loading {model}.")
     loaded = load_model(load_options)
     with terminal.progress("Recording", "tokens") as report:

@@ -136,16 +136,10 @@ def record_prompts(
         raise UsageError(f"batch-size is {batch_size}; give at least 1")
     if options is not None and options.completion is not None:
         raise UsageError("a completion belongs to one prompt; give each prompt its own")
-    paths = _trace_paths(prompts, Path(folder))
-    todo = [prompt for prompt in prompts if force or not _is_finished(paths[prompt.id])]
-    if note is not None and len(todo) < len(prompts):
-        note(f"{len(prompts) - len(todo)} of {len(prompts)} prompts are recorded already and are skipped.")
-    started = [prompt.id for prompt in todo if paths[prompt.id].exists() or journal_path(paths[prompt.id]).exists()]
-    if note is not None and started:
-        note(f"Recorded anew, over what is there of them: {', '.join(started)}.")
+    paths, unfinished = find_unfinished(prompts, Path(folder), force=force, note=note)
     job = _Job(model, tokenizer, options or RecordOptions(), model_id, revision, progress, note)
-    with _folder(Path(folder)):
-        for batch in _batches(todo, batch_size):
+    with traces_folder(Path(folder)):
+        for batch in prompt_batches(unfinished, batch_size):
             try:
                 stopped = job.run(batch, [paths[prompt.id] for prompt in batch], force=True)
             except BeaconScopeError as error:
@@ -153,6 +147,30 @@ def record_prompts(
             if stopped:
                 break
     return [path for path in paths.values() if path.exists()]
+
+
+def find_unfinished(
+    prompts: Sequence[Prompt], folder: Path, *, force: bool, note: Note | None
+) -> tuple[dict[str, Path], list[Prompt]]:
+    """Where the trace of each prompt goes, by its id, and the prompts that have no whole trace there, or all by force.
+
+    Raises
+    ------
+    UsageError
+        For an id that cannot name a file, or two that name the same.
+    BeaconScopeError
+        When a file in a trace's place is none.
+    """
+    paths = _trace_paths(prompts, folder)
+    unfinished = [prompt for prompt in prompts if force or not _is_finished(paths[prompt.id])]
+    if note is not None and len(unfinished) < len(prompts):
+        note(f"{len(prompts) - len(unfinished)} of {len(prompts)} prompts are recorded already and are skipped.")
+    started = [
+        prompt.id for prompt in unfinished if paths[prompt.id].exists() or journal_path(paths[prompt.id]).exists()
+    ]
+    if note is not None and started:
+        note(f"Recorded anew, over what is there of them: {', '.join(started)}.")
+    return paths, unfinished
 
 
 def _trace_paths(prompts: Sequence[Prompt], folder: Path) -> dict[str, Path]:
@@ -183,7 +201,7 @@ def _is_finished(path: Path) -> bool:
 
 
 @contextmanager
-def _folder(path: Path) -> Iterator[None]:
+def traces_folder(path: Path) -> Iterator[None]:
     """Make a folder; where it was not there before, leave none behind that holds nothing."""
     made = not path.exists()
     try:
@@ -198,7 +216,8 @@ def _folder(path: Path) -> Iterator[None]:
                 path.rmdir()
 
 
-def _batches(prompts: Sequence[Prompt], size: int) -> Iterator[list[Prompt]]:
+def prompt_batches(prompts: Sequence[Prompt], size: int) -> Iterator[list[Prompt]]:
+    """Prompts that run together: ``size`` of them at most, and one with a completion of its own alone."""
     together: list[Prompt] = []
     for prompt in prompts:
         if prompt.completion is not None:

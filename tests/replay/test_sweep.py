@@ -12,8 +12,8 @@ from beaconscope import BeaconKV, BeaconScopeError, Full, RandomEviction, Stream
 from beaconscope.kv.policies import TOVA, FastGen, Oracle
 from beaconscope.replay.grid import with_controls
 from beaconscope.replay.sweep import Found, Parts, make_jobs, run_job, sweep
+from tests.dying import DieOf, DieOnce
 from tests.record.recording import record_tiny
-from tests.replay.dying import DieOf, DieOnce
 from tests.tiny import tiny_model
 
 SETTINGS = [Full(), StreamingLLM(budget=20), BeaconKV(budget=20, interval=6, beacons=3, recent=4), TOVA(budget=20)]

@@ -1,4 +1,4 @@
-"""The same sweep on Dask, with a scheduler and two workers in processes of their own, and on Ray."""
+"""Sweeps and recordings in several processes, on Dask with a scheduler and two workers of their own, and on Ray."""
 
 from __future__ import annotations
 
@@ -9,15 +9,20 @@ import time
 from pathlib import Path
 
 import pandas as pd
+import psutil
 import pytest
 
-from beaconscope import BeaconKV, BeaconScopeError, Full, StreamingLLM, engines
+from beaconscope import BeaconKV, BeaconScopeError, Full, LoadOptions, RecordOptions, StreamingLLM, engines
+from beaconscope.models import load_model
+from beaconscope.record import Prompt, record_prompts, record_with_workers
+from beaconscope.record.many import claim_gpu
 from beaconscope.replay.sweep import Parts, make_jobs, sweep
-from tests.record.recording import record_tiny
-from tests.replay.dying import DieOf, DieOnce, RefuseOf
+from beaconscope.trace import load_trace
+from tests.dying import DieOf, DieOnce, RefuseOf
+from tests.record.recording import endless_tokenizer, record_tiny, token_ids
 from tests.tiny import tiny_model
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 SETTINGS = [Full(), StreamingLLM(budget=20), BeaconKV(budget=20, interval=6, beacons=3, recent=4)]
 
 
@@ -145,6 +150,83 @@ def test_a_ray_sweep_that_was_stopped_goes_on_from_what_is_finished(jobs, alone,
     assert [Parts(parts).read(job.fingerprint()) is not None for job in jobs] == [True, True, False]
     found = sweep(jobs, parts=parts, resume=True)
     pd.testing.assert_frame_equal(results(found), alone)
+
+
+PROMPTS = [Prompt(f"p{n}", f"Plan {n}: add, then double.") for n in range(4)]
+
+
+@pytest.fixture(scope="module")
+def load(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    tiny_model().save_pretrained(folder)
+    endless_tokenizer().save_pretrained(folder)
+    return LoadOptions(str(folder), device="cpu")
+
+
+@pytest.fixture(scope="module")
+def recorded(load, tmp_path_factory):
+    """What one process records of each prompt."""
+    loaded = load_model(load)
+    folder = tmp_path_factory.mktemp("alone")
+    paths = record_prompts(loaded.model, loaded.tokenizer, PROMPTS, OPTIONS, folder=folder)
+    return [token_ids(load_trace(path)) for path in paths]
+
+
+OPTIONS = RecordOptions(policy=BeaconKV(budget=20, interval=6, beacons=3, recent=4), raw=True, max_new_tokens=60)
+
+
+def test_prompts_are_recorded_by_processes_one_of_which_dies(load, recorded, tmp_path):
+    heard = []
+
+    def kill_one(done, total):
+        heard.append(done)
+        if done == 1:
+            workers = [
+                each for each in psutil.Process().children(recursive=True) if "popen_loky" in str(each.cmdline())
+            ]
+            workers[0].kill()
+
+    paths = record_with_workers(load, PROMPTS, OPTIONS, folder=tmp_path / "f", workers=2, progress=kill_one)
+    traces = [load_trace(path) for path in paths]
+    assert [trace.metadata["prompt_id"] for trace in traces] == [prompt.id for prompt in PROMPTS]
+    assert all(trace.whole for trace in traces)
+    assert [token_ids(trace) for trace in traces] == recorded
+    assert heard[-1] == 4
+    # AND what is there is not done again
+    notes = []
+    record_with_workers(load, PROMPTS, OPTIONS, folder=tmp_path / "f", workers=2, note=notes.append)
+    assert notes == ["4 of 4 prompts are recorded already and are skipped."]
+
+
+def test_prompts_are_recorded_on_dask(load, recorded, tmp_path):
+    """On a cluster that is started for it."""
+    pytest.importorskip("distributed", reason="the extra dask is not installed")
+    paths = record_with_workers(load, PROMPTS[:2], OPTIONS, folder=tmp_path / "f", engine="dask")
+    assert [token_ids(load_trace(path)) for path in paths] == recorded[:2]
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_prompts_are_recorded_on_ray(load, recorded, tmp_path):
+    paths = record_with_workers(load, PROMPTS[:2], OPTIONS, folder=tmp_path / "f", engine="ray")
+    assert [token_ids(load_trace(path)) for path in paths] == recorded[:2]
+
+
+def test_a_prompt_that_cannot_be_recorded_is_named(load, tmp_path):
+    prompts = [PROMPTS[0], Prompt("long", "x " * 5000)]
+    with pytest.raises(BeaconScopeError, match="prompt long: the prompt has"):
+        record_with_workers(load, prompts, OPTIONS, folder=tmp_path / "f", workers=2)
+
+
+def test_each_worker_has_a_gpu_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    first, second = (claim_gpu("run", 2, tmp_path) for _ in range(2))
+    assert (first[0], second[0]) == (0, 1)
+    with pytest.raises(BeaconScopeError, match="all 2 GPUs have a worker already"):
+        claim_gpu("run", 2, tmp_path)
+    # Another run does not ask, and one that has ended has none.
+    assert claim_gpu("other", 2, tmp_path)[0] == 0
+    first[1].close()
+    assert claim_gpu("run", 2, tmp_path)[0] == 0
 
 
 @pytest.mark.parametrize("engine", ["dask", "ray"])
