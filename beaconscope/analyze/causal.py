@@ -3,6 +3,7 @@
 The gain of a step is log p(next token | everything) - log p(next token | its sentence may not look far), in nats.
 
 1. The trace's tokens are fed to the model sentence by sentence, on a cache of keys and values that saw everything.
+   Sliding layers see as much of it as ever.
 2. Each sentence is fed twice on the same cache: once blind, its queries seeing only the last W positions and the sinks
    in every layer; what that adds to the cache is taken away again; and once with open eyes, which extends the cache.
 
@@ -61,7 +62,7 @@ def add_causal(trace: Trace, analysis: Analysis, model: PreTrainedModel, progres
     Raises
     ------
     BeaconScopeError
-        Where the model cannot have written the trace, or limits its own view to a window.
+        Where the model cannot have written the trace, or has layers that this cannot blind.
     """
     frame = trace.tokens
     token_id = torch.from_numpy(frame["token_id"].to_numpy(np.int64))
@@ -98,7 +99,7 @@ def long_range_gain(
     Parameters
     ----------
     model
-        Attention backend sdpa or eager.
+        Attention backend sdpa or eager, whose masks may be anything.
     token_id
         int64 [T].
     prompt_length, sentences
@@ -116,14 +117,15 @@ def long_range_gain(
         In nats, [T], by the position of the query; nan for steps of the prompt and the last one.
     """
     length = len(token_id)
-    _check(model, token_id)
+    views = _views(model, token_id)
     device = model.device
-    cache = DynamicCache(config=model.config)
+    # Without the model's config every layer keeps everything, sliding ones too; masks do the rest.
+    cache = DynamicCache()
     gain, logprob = np.full(length, np.nan, np.float32), np.full(length, np.nan, np.float32)
     first = max(0, prompt_length - 1)
     begin = int(sentences.start[sentences.of[first]]) if first < length else length
     for start in range(0, begin, _CHUNK):
-        _feed(model, cache, token_id, start, min(begin, start + _CHUNK), None)
+        _feed(model, cache, views, token_id, start, min(begin, start + _CHUNK))
     for start, stop in zip(sentences.start.tolist(), sentences.stop.tolist(), strict=True):
         if stop <= begin:
             continue
@@ -131,9 +133,9 @@ def long_range_gain(
         count = len(written)
         blind = None
         if stop - 1 > window:
-            blind = _feed(model, cache, token_id, start, stop, _blinkers(start, stop, window, sinks))
+            blind = _feed(model, cache, views, token_id, start, stop, _blinkers(start, stop, window, sinks))
             cache.crop(start - stop)  # negative: how many of the last tokens go
-        seeing = _feed(model, cache, token_id, start, stop, None)
+        seeing = _feed(model, cache, views, token_id, start, stop)
         if count:
             with_all = _of(seeing, written)
             rows = slice(start, start + count)
@@ -146,28 +148,50 @@ def long_range_gain(
     return gain, logprob
 
 
-def _check(model: PreTrainedModel, token_id: Tensor) -> None:
+def _views(model: PreTrainedModel, token_id: Tensor) -> dict[str, int | None]:
+    """How many positions a query sees, itself included, by kind of layer; None is all.
+
+    Raises
+    ------
+    BeaconScopeError
+        Where the model cannot have written the tokens, or has layers of other kinds than full and sliding.
+    """
     config = model.config.get_text_config()
     if int(token_id.max()) >= config.vocab_size:
         raise BeaconScopeError("the trace has tokens that this model lacks; give --model the recording's own model")
-    kinds = set(getattr(config, "layer_types", None) or ())
-    if kinds - {"full_attention"}:
-        raise BeaconScopeError("this model has layers that see a window only, which cannot be blinded; drop --causal")
+    sliding: int | None = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None) or ["full_attention" if sliding is None else "sliding_attention"]
+    if strange := sorted(set(kinds) - {"full_attention", "sliding_attention"}):
+        raise BeaconScopeError(f"this model has layers of {strange[0]}, which cannot be blinded; drop --causal")
+    return {kind: None if kind == "full_attention" else sliding for kind in sorted(set(kinds))}
 
 
 def _feed(
-    model: PreTrainedModel, cache: DynamicCache, token_id: Tensor, start: int, stop: int, mask: Tensor | None
+    model: PreTrainedModel,
+    cache: DynamicCache,
+    views: dict[str, int | None],
+    token_id: Tensor,
+    start: int,
+    stop: int,
+    visible: Tensor | None = None,
 ) -> Tensor:
-    """Logits [b, V] of the tokens from ``start`` to before ``stop``; the cache grows by them."""
-    position = torch.arange(start, stop, device=model.device)
-    if mask is None:
-        mask = torch.arange(stop) <= torch.arange(start, stop)[:, None]
-    least = torch.finfo(model.dtype).min
-    added = torch.zeros(mask.shape, dtype=model.dtype).masked_fill(~mask, least).to(model.device)
+    """Logits [b, V] of the tokens from ``start`` to before ``stop``; the cache grows by them.
+
+    ``visible`` [b, stop] is what they may see, beside what kind of layer it is; None is all before them.
+    """
+    position, column = torch.arange(start, stop), torch.arange(stop)
+    if visible is None:
+        visible = column <= position[:, None]
+    masks: dict[str, Tensor] = {}
+    for kind, window in views.items():
+        seen = visible if window is None else visible & (column > position[:, None] - window)
+        hidden = torch.zeros(seen.shape, dtype=model.dtype).masked_fill(~seen, torch.finfo(model.dtype).min)
+        masks[kind] = hidden[None, None].to(model.device)
     output: Any = model(
         input_ids=token_id[None, start:stop].to(model.device),
-        attention_mask=added[None, None],
-        position_ids=position[None],
+        # Models with layers of several kinds take a mask for each.
+        attention_mask=masks if len(masks) > 1 else masks[next(iter(masks))],
+        position_ids=position[None].to(model.device),
         use_cache=True,
         **{cache_argument(model): cache},
     )

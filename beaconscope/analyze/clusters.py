@@ -16,6 +16,7 @@ revisits:
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,6 +88,11 @@ class Sweep:
             return text
         second = max(others, key=lambda index: self.silhouette[index])
         return f"{text}; next is K = {self.counts[second]} ({self.silhouette[second]:.2f})"
+
+
+def quick_checks() -> AbstractContextManager[None]:
+    """Let scikit-learn check less of what it is given: here that is known, and its checks take as long as its work."""
+    return config_context(assume_finite=True, skip_parameter_validation=True)  # type: ignore[no-any-return]
 
 
 def distinct(points: Array) -> int:
@@ -321,8 +327,7 @@ def _of_head(
         sample = np.sort(random.choice(len(sample), options.cluster_queries, replace=False))
     for space, points in spaces(trace, recorded, group, positions).items():
         name = {"layer": layer, "kv_head": kv_head, "query_head": group, "space": space}
-        # What is given to scikit-learn here has been checked, and its checks take longer than its work.
-        with config_context(assume_finite=True, skip_parameter_validation=True):
+        with quick_checks():
             row, of_counts = _clusters_of(points, sample, revisiting, random, options)
         rows.append(name | row)
         swept += [name | counted for counted in of_counts]

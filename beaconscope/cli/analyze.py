@@ -39,7 +39,7 @@ def analyze(
         int | None,
         typer.Option(
             min=1,
-            help="Heads computed side by side; changes no number. Default: one a core, at most 8.",
+            help="Heads computed side by side; changes no number. Default: one for each core, at most 8.",
             rich_help_panel=WHAT,
         ),
     ] = None,
@@ -180,8 +180,8 @@ def analyze(
         from beaconscope import LoadOptions, load_model
         from beaconscope.analyze import add_causal
 
-        # Blinding needs a backend that takes any mask.
-        known = load_model(LoadOptions(model, device=device, attn="sdpa"))
+        # Not flash attention: blinding needs a backend that takes any mask.
+        known = load_model(LoadOptions(model, device=device, attn="auto"))
         with terminal.progress("Blinding", "tokens") as report:
             analyses[0] = add_causal(loaded[0], analyses[0], known.model, report)
     if output is not None:

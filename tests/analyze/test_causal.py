@@ -24,19 +24,29 @@ def sentences() -> Sentences:
 
 def logprob_with(model, token_id, blind: slice | None):
     """Log-probability of each next token in one pass over everything, the rows in ``blind`` limited."""
+    if blind is None:
+        with torch.inference_mode():
+            logits = model(input_ids=token_id[None]).logits[0]
+        return logits[:-1].log_softmax(-1).gather(-1, token_id[1:, None])[:, 0].numpy()
     position = torch.arange(LENGTH)
     visible = position[None] <= position[:, None]
-    if blind is not None:
-        near = (position[:, None] - position[None] <= WINDOW) | (position[None] < len(SINKS))
-        visible[blind] &= near[blind]
-    mask = torch.zeros(LENGTH, LENGTH).masked_fill(~visible, torch.finfo(torch.float32).min)
+    near = (position[:, None] - position[None] <= WINDOW) | (position[None] < len(SINKS))
+    visible[blind] &= near[blind]
+    sliding = visible & (position[None] > position[:, None] - 16)
+    full, short = (
+        torch.zeros(LENGTH, LENGTH).masked_fill(~seen, torch.finfo(torch.float32).min)[None, None]
+        for seen in (visible, sliding)
+    )
+    mixed = "sliding_attention" in (getattr(model.config, "layer_types", None) or ())
+    mask = {"full_attention": full, "sliding_attention": short} if mixed else full
     with torch.inference_mode():
-        logits = model(input_ids=token_id[None], attention_mask=mask[None, None]).logits[0]
+        logits = model(input_ids=token_id[None], attention_mask=mask).logits[0]
     return logits[:-1].log_softmax(-1).gather(-1, token_id[1:, None])[:, 0].numpy()
 
 
-def test_gain_is_that_of_blinding_one_sentence_of_a_whole_pass():
-    model = tiny_model("llama")
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt_oss"])
+def test_gain_is_that_of_blinding_one_sentence_of_a_whole_pass(name):
+    model = tiny_model(name)
     token_id = torch.randint(0, 250, (LENGTH,), generator=torch.Generator().manual_seed(0))
     told = []
     gain, logprob = long_range_gain(
@@ -64,10 +74,17 @@ def test_the_analysis_gets_gains_and_a_comparison(tmp_path):
     assert found.to_dict()["causal"]["threshold"] == 1.0
 
 
-@pytest.mark.parametrize(
-    ("model", "token", "words"), [("llama", 5000, "tokens that this model lacks"), ("gemma3_text", 3, "window only")]
-)
-def test_a_model_that_cannot_be_blinded_is_refused(model, token, words):
-    token_id = torch.full((LENGTH,), token)
-    with pytest.raises(BeaconScopeError, match=words):
-        long_range_gain(tiny_model(model), token_id, PROMPT, sentences(), WINDOW, SINKS)
+def test_layers_that_all_slide_see_their_window_only():
+    model = tiny_model("mistral", sliding_window=16)
+    token_id = torch.randint(0, 250, (LENGTH,), generator=torch.Generator().manual_seed(0))
+    _, logprob = long_range_gain(model, token_id, PROMPT, sentences(), WINDOW, SINKS)
+    assert np.allclose(logprob[PROMPT - 1 : -1], logprob_with(model, token_id, None)[PROMPT - 1 :], atol=1e-4)
+
+
+def test_a_model_that_cannot_be_blinded_is_refused():
+    with pytest.raises(BeaconScopeError, match="tokens that this model lacks"):
+        long_range_gain(tiny_model(), torch.full((LENGTH,), 5000), PROMPT, sentences(), WINDOW, SINKS)
+    strange = tiny_model()
+    strange.config.layer_types = ["linear_attention", "full_attention"]
+    with pytest.raises(BeaconScopeError, match="layers of linear_attention"):
+        long_range_gain(strange, torch.full((LENGTH,), 3), PROMPT, sentences(), WINDOW, SINKS)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 import pytest
-from sklearn import config_context
 from sklearn.datasets import make_blobs
 from sklearn.metrics import (
     adjusted_rand_score,
@@ -17,7 +16,7 @@ from sklearn.preprocessing import normalize
 
 from beaconscope import AnalyzeOptions
 from beaconscope.analyze.beacons import _balance, _churn, _returns
-from beaconscope.analyze.clusters import concentration, stability, sweep_clusters, tendency
+from beaconscope.analyze.clusters import concentration, quick_checks, stability, sweep_clusters, tendency
 from beaconscope.analyze.compare import matched_cosine
 from beaconscope.analyze.verdict import judge
 
@@ -118,6 +117,6 @@ def test_centroids_are_matched_whatever_their_order():
 
 def test_isotropic_noise_is_not_called_clustered():
     # benchmarks/detection.py counts it over 100 seeds.
-    with config_context(assume_finite=True, skip_parameter_validation=True):
+    with quick_checks():
         found = [tendency(noise(seed, 60, 16), seed) for seed in range(12)]
     assert sum(silhouette_p <= 0.05 and hopkins_p <= 0.05 for silhouette_p, _, hopkins_p in found) <= 1
