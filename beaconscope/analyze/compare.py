@@ -4,7 +4,7 @@
 2. Clusters of the same head in both: k-means on each trace's queries, centroids paired by the Hungarian method on
    cosine. The queries of both, labelled once by either's centroids, give the adjusted mutual information (0: unrelated,
    1: the same clusters); the cosine of the pairs is held against that of pairs from another head's centroids.
-3. The rate of revisits against how far the generation has come, over all traces.
+3. The rate of revisits against how far the generation has come, over all traces, with Wilson's interval at 95 %.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 from scipy.optimize import linear_sum_assignment
-from scipy.stats import spearmanr
+from scipy.stats import binomtest, spearmanr
 from sklearn.cluster import KMeans
 from sklearn.metrics import adjusted_mutual_info_score
 from sklearn.preprocessing import normalize
@@ -32,6 +32,8 @@ _QUERIES = 200
 _CLUSTERS = 6
 _STABLE = 0.5
 """Adjusted mutual information from which on clusters are called the same."""
+_FALSE_ALARMS = 0.05
+"""Rate of revisits above which they are more than noise."""
 
 Centroids = npt.NDArray[np.floating[Any]]
 Head = tuple[int, int, int]
@@ -91,7 +93,8 @@ def compare(traces: Sequence[Trace], analyses: Sequence[Analysis]) -> Comparison
         both = _matches(queries, analyses, first, second)
         matches += both
         pairs.append(_pair(analyses, first, second, both))
-    return Comparison(listed, pairs, matches, _by_length(analyses), _verdict(pairs))
+    by_length = _by_length(analyses)
+    return Comparison(listed, pairs, matches, by_length, _verdict(pairs, by_length))
 
 
 def _head_table(analysis: Analysis) -> pd.DataFrame:
@@ -103,6 +106,7 @@ def _pair(analyses: Sequence[Analysis], first: int, second: int, matches: list[d
     shared = a.index.intersection(b.index)
     mine, other = a.loc[shared, "kind"] == "revisiting", b.loc[shared, "kind"] == "revisiting"
     either = int((mine | other).sum())
+    comparable = bool(mine.any() and other.any())
     rates = a.loc[shared, "event_rate"].to_numpy(), b.loc[shared, "event_rate"].to_numpy()
     varied = len(shared) > 2 and all(np.isfinite(rate).all() and np.ptp(rate) > 0 for rate in rates)
     # Before the rotary embedding where there is one: after it, positions decide.
@@ -114,7 +118,7 @@ def _pair(analyses: Sequence[Analysis], first: int, second: int, matches: list[d
         "shared_heads": len(shared),
         "both": int((mine & other).sum()),
         "either": either,
-        "overlap": int((mine & other).sum()) / either if either else None,
+        "overlap": int((mine & other).sum()) / either if comparable else None,
         "rank_correlation": float(spearmanr(*rates).statistic) if varied else None,
         "ami": float(np.mean([row["ami"] for row in rows])) if rows else None,
         "centroid_cosine": float(np.mean([row["centroid_cosine"] for row in rows])) if rows else None,
@@ -222,32 +226,43 @@ def _by_length(analyses: Sequence[Analysis]) -> list[dict[str, Any]]:
     while len(so_far) and start <= so_far.max():
         inside = (so_far >= start) & (so_far < stop)
         if inside.any():
+            count, revisits = int(inside.sum()), int(revisit[inside].sum())
+            interval = binomtest(revisits, count).proportion_ci(method="wilson")
             rows.append(
                 {
                     "from": start,
                     "to": stop - 1,
-                    "steps": int(inside.sum()),
-                    "revisits": int(revisit[inside].sum()),
-                    "rate": float(revisit[inside].mean()),
+                    "steps": count,
+                    "revisits": revisits,
+                    "rate": revisits / count,
+                    "low": float(interval.low),
+                    "high": float(interval.high),
                 }
             )
         start, stop = stop, 2 * stop
     return rows
 
 
-def _verdict(pairs: list[dict[str, Any]]) -> str:
+def _verdict(pairs: list[dict[str, Any]], by_length: list[dict[str, Any]]) -> str:
     overlap = [pair["overlap"] for pair in pairs if pair["overlap"] is not None]
     ami = [pair["ami"] for pair in pairs if pair["ami"] is not None]
     same_heads = (
-        "No revisiting heads to compare."
+        "No two traces have revisiting heads to compare."
         if not overlap
         else f"{'The same' if np.mean(overlap) >= _STABLE else 'Not the same'} heads revisit: "
         f"{100 * np.mean(overlap):.0f} % of those of either trace are shared on average."
     )
     same_clusters = (
-        "No head of the same shape to compare clusters of."
+        "No head has enough queries of one size in two traces to compare their clusters."
         if not ami
         else f"Clusters of queries are {'' if np.mean(ami) >= _STABLE else 'not '}stable over traces: adjusted mutual "
         f"information {np.mean(ami):.2f} on average, where 1 is the same and 0 unrelated."
     )
-    return f"{same_heads} {same_clusters}"
+    often = [row["from"] for row in by_length if row["low"] > _FALSE_ALARMS]
+    since = (
+        "At no length are revisits surely more than noise (one step in twenty)."
+        if not often
+        else f"Revisits are surely more than noise (one step in twenty) from "
+        f"{f'{often[0]:,} generated tokens on' if often[0] else 'the first generated tokens on'}."
+    )
+    return f"{same_heads} {same_clusters} {since}"

@@ -38,7 +38,7 @@ class HeadScan:
     local: npt.NDArray[np.float32]  # [G, T], on the last W tokens, sinks left out
     distant: npt.NDArray[np.float32]  # [G, T], on everything farther back, sinks left out
     peak: npt.NDArray[np.float32]  # [G, T], the part of it within 4 tokens of the most attended position
-    top: npt.NDArray[np.int64]  # [G, T], the most attended position that is no sink
+    top: npt.NDArray[np.int64]  # [G, T], the most attended position that is no sink, -1 for a missing query
     lost: npt.NDArray[np.float32] | None  # [G, T], distant attention on evicted positions
     vertical: npt.NDArray[np.float64]  # [G, S], nan for the last sentences and over a cache that evicts
     distance: npt.NDArray[np.float64]  # [G, E], mean attention at 2^e to 2^(e+1) - 1 tokens back (bin 0: itself and 1)
@@ -142,7 +142,8 @@ def scan(
         near = torch.arange(first, stop) >= position[:, None] - window
         out["local"][:, rows] = (weight[:, :, first:] * near).sum(dim=-1)
         out["distant"][:, rows] = (total - out["sink"][:, rows] - out["local"][:, rows]).clamp(min=0)
-        out["peak"][:, rows], top[:, rows] = _peak(clean, position, window)
+        out["peak"][:, rows], most = _peak(clean, position, window)
+        top[:, rows] = most.masked_fill(missing, -1)
         _add_distance(distance, clean, start)
         if gone is not None:
             _add_lost(out["lost"], clean, start, stop, window, gone, fired)

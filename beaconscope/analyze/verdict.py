@@ -49,11 +49,11 @@ def judge(summary: dict[str, Any], clusters: pd.DataFrame, options: AnalyzeOptio
             "would_change": f"a generation that goes more than {summary['window']} tokens beyond its beginning",
         }
     if revisits < FEWEST or not len(tested):
-        need = f"{FEWEST} revisits, and {FEWEST_REVISITS} of one query head"
         return result | {
             "answer": "not enough",
-            "text": f"Not enough revisits to tell: {revisits} found, and the question needs {need}.",
-            "would_change": f"a longer trace: {need}",
+            "text": f"Not enough revisits to tell: {revisits} found; the question needs {FEWEST}, and "
+            f"{FEWEST_REVISITS} of one query head.",
+            "would_change": "that many: a longer trace, or options that count weaker looks (lone_share, min_share)",
         }
     q = false_discovery_control(tested["concentration_p"].to_numpy(), method="bh")
     few = (q <= _LEVEL) & (tested["groups"].to_numpy() <= GROUPS / 2) & (tested["effect"].to_numpy() > 0)
@@ -68,12 +68,12 @@ def judge(summary: dict[str, Any], clusters: pd.DataFrame, options: AnalyzeOptio
         return result | {
             "answer": "yes",
             "text": f"Yes: {numbers}.",
-            "would_change": f"fewer than half of the heads with a false discovery rate of at most {_LEVEL:g}, "
-            f"or more than {GROUPS // 2} clusters in effect",
+            "would_change": f"more than half of the tested heads beyond a false discovery rate of {_LEVEL:g} "
+            f"or with more than {GROUPS // 2} clusters in effect",
         }
     return result | {
         "answer": "no",
         "text": f"No: only {numbers}." if count else f"No: {numbers}.",
-        "would_change": f"at least half of the heads with a false discovery rate of at most {_LEVEL:g} "
-        f"and at most {GROUPS // 2} clusters in effect",
+        "would_change": f"at least half of the tested heads within a false discovery rate of {_LEVEL:g} "
+        f"and with at most {GROUPS // 2} clusters in effect",
     }

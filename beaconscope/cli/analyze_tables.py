@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Literal
 
 import pandas as pd
@@ -14,7 +15,8 @@ from beaconscope.analyze import Analysis, Comparison
 from beaconscope.cli.terminal import printable
 
 _WIDTH = 80
-_TEXT_WIDTH = 16
+_NAME_WIDTH = 24
+_TEXT_WIDTH = 24
 """Of a column of text that is not the last."""
 
 
@@ -22,7 +24,8 @@ def show_analysis(analysis: Analysis, top: int) -> None:
     """Print an analysis on stdout: at most ``top`` rows of each table."""
     console = _console()
     summary = analysis.summary
-    console.print(Text(f"{printable(summary['trace'])}: {summary['length']:,} tokens, {summary['heads']} query heads"))
+    size = f"{_count(summary['length'], 'token')}, {_count(summary['heads'], 'query head')}"
+    console.print(Text(f"{printable(summary['trace'])}: {size}"))
     for line in _head_lines(analysis):
         console.print(Text(line))
     _section(console, "Verdict")
@@ -37,7 +40,9 @@ def show_analysis(analysis: Analysis, top: int) -> None:
         ["at", "writes", "score", "q", "heads", "back", "looks at"],
         [
             [
-                str(row.position), printable(row.writes), f"{row.score:.2f}", _number(row.q, 3), str(len(row.heads)),
+                str(row.position), printable(row.writes), f"{row.score:.2f}",
+                # A lone look is no coincidence of heads, so the null says nothing of it.
+                row.reason if row.reason == "alone" else _number(row.q, 3), str(len(row.heads)),
                 str(row.distance), printable(row.target_text),
             ]
             for row in _rows(shown)
@@ -90,7 +95,7 @@ def show_comparison(compared: Comparison, top: int) -> None:
         ["", "trace", "tokens", "revisits", "rate", "heads", "clusters"],
         [
             [
-                str(number), printable(str(row["trace"]))[-16:], f"{row['length']:,}", str(row["revisits"]),
+                str(number), _end(printable(Path(row["trace"]).name)), f"{row['length']:,}", str(row["revisits"]),
                 _number(row["revisit_rate"], 3), str(row["revisiting_heads"]), row["answer"],
             ]
             for number, row in enumerate(compared.traces, 1)
@@ -128,13 +133,16 @@ def show_comparison(compared: Comparison, top: int) -> None:
     _table(
         console,
         "Revisits by length",
-        ["tokens generated", "steps", "revisits", "rate"],
+        ["tokens generated", "steps", "revisits", "rate", "95 % interval"],
         [
-            [f"{row['from']:,} to {row['to']:,}", f"{row['steps']:,}", str(row["revisits"]), _number(row["rate"], 3)]
+            [
+                f"{row['from']:,} to {row['to']:,}", f"{row['steps']:,}", str(row["revisits"]),
+                _number(row["rate"], 3), f"{row['low']:.3f} to {row['high']:.3f}",
+            ]
             for row in compared.by_length
         ],
         right=(1, 2, 3),
-    )
+    )  # fmt: skip
     _section(console, "Verdict")
     console.print(Text(compared.text))
 
@@ -152,7 +160,7 @@ def _head_lines(analysis: Analysis) -> list[str]:
         f"Distant is more than {summary['window']} tokens back; sinks at "
         + (", ".join(str(sink["position"]) for sink in summary["sinks"][:6]) or "no position")
         + ".",
-        f"{summary['revisits']} revisits{rate}" + (f": {reasons}." if reasons else "."),
+        _count(summary["revisits"], "revisit") + rate + (f": {reasons}." if reasons else "."),
     ]
     if summary["steps"] and not summary["lone_counted"]:
         lines.append(
@@ -172,18 +180,23 @@ def _clusters(console: Console, analysis: Analysis, top: int) -> None:
     _table(
         console,
         "Clusters of queries (before and after the rotary embedding)",
-        ["head", "space", "K", "silh.", "Hopkins", "p", "revisits", "groups", "p", "ARI"],
+        ["head", "space", "K", "silhouette", "Hopkins", "clustered", "revisits", "groups", "p", "ARI"],
         [
             [
                 f"{row.layer}.{row.kv_head}.{row.query_head}", row.space.removesuffix("-rope"),
                 _number(row.recommended, 0), _number(row.silhouette, 2), _number(row.hopkins, 2),
-                _number(row.hopkins_p, 3), str(row.revisits), _number(row.groups, 1), _number(row.concentration_p, 3),
+                _yes(row), str(row.revisits), _number(row.groups, 1), _number(row.concentration_p, 3),
                 _number(row.ari_bootstrap, 2),
             ]
             for row in _rows(shown)
         ],
         right=(2, 3, 4, 5, 6, 7, 8, 9),
     )  # fmt: skip
+
+
+def _yes(row: Any) -> str:
+    """Whether queries cluster at all; unknown where they are all alike."""
+    return "-" if pd.isna(row.silhouette_p) else "yes" if row.clustered else "no"
 
 
 def _beacons(console: Console, analysis: Analysis, top: int) -> None:
@@ -297,6 +310,15 @@ def _table(
 def _rows(frame: pd.DataFrame) -> list[Any]:
     """Rows as named tuples, whose types pandas cannot tell."""
     return list(frame.itertuples(index=False))
+
+
+def _end(name: str) -> str:
+    """A file's name, or its end where it is long: names of one series differ there."""
+    return name if len(name) <= _NAME_WIDTH else "…" + name[1 - _NAME_WIDTH :]
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number:,} {thing}{'' if number == 1 else 's'}"
 
 
 def _number(value: Any, digits: int) -> str:
