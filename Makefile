@@ -3,6 +3,7 @@
 PYTHON ?= python3
 VENV := .venv
 OLDEST := .venv-oldest
+PEERS := .venv-peers
 BIN := $(VENV)/bin
 # Two processes with one thread each beat one process with two on small models.
 WORKERS ?= 2
@@ -10,7 +11,7 @@ PYTEST_ARGS ?=
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: test demo lint types format test-oldest bench install clean
+.PHONY: test demo lint types format test-oldest test-peers bench install clean
 
 test: install
 	$(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
@@ -37,6 +38,10 @@ bench: install
 test-oldest: $(OLDEST)/installed
 	$(OLDEST)/bin/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
 
+# Our policies against those of kvpress, which needs an older transformers and pandas.
+test-peers: $(PEERS)/installed
+	$(PEERS)/bin/python -m pytest tests/peers $(PYTEST_ARGS)
+
 install: $(VENV)/installed
 
 $(VENV)/installed: pyproject.toml constraints.txt
@@ -51,5 +56,11 @@ $(OLDEST)/installed: pyproject.toml constraints.txt constraints-oldest.txt
 	$(OLDEST)/bin/pip install --quiet -c $(OLDEST)/constraints.txt -e '.[test,gguf]'
 	touch $@
 
+$(PEERS)/installed: pyproject.toml constraints.txt constraints-oldest.txt
+	$(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/pip install --quiet kvpress==0.5.5 $$(grep '^torch==' constraints.txt) \
+	    $$(grep '^transformers==' constraints-oldest.txt) -e '.[test]'
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(OLDEST) build dist .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(OLDEST) $(PEERS) build dist .mypy_cache .ruff_cache .pytest_cache

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 from json import dumps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from beaconscope.cli import output as out
 from beaconscope.cli.options import Force, Json, Output, Quiet, Verbose, Version
-from beaconscope.cli.terminal import Terminal
+from beaconscope.cli.terminal import Terminal, quieten_libraries
 from beaconscope.errors import BeaconScopeError, UsageError
 
 if TYPE_CHECKING:
     from beaconscope import Trace
     from beaconscope.kv.policies import Policy
+    from beaconscope.models import LoadedModel
     from beaconscope.replay import Job, MeasureOptions
 
 SETTINGS = "Settings (each a list; all combinations are tried)"
 WHAT = "What is measured"
 RUNNING = "How it runs"
+LIVE = "Live check (runs the model)"
 
 
 def replay(
@@ -121,6 +123,25 @@ def replay(
         bool, typer.Option("--resume", help="Go on from what a stopped sweep finished.", rich_help_panel=RUNNING)
     ] = False,
     device: Annotated[str, typer.Option(metavar="DEVICE", help="cpu, cuda, cuda:1.", rich_help_panel=RUNNING)] = "cpu",
+    live: Annotated[
+        bool,
+        typer.Option(
+            "--live",
+            help="Run the best settings with the model: on the recorded text, and writing by themselves.",
+            rich_help_panel=LIVE,
+        ),
+    ] = False,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL",
+            help="Hub id, local folder or .gguf file. Default: what the trace names.",
+            rich_help_panel=LIVE,
+        ),
+    ] = None,
+    live_settings: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Settings that are run.", rich_help_panel=LIVE)
+    ] = 3,
     top: Annotated[int, typer.Option(min=1, help="Settings shown of each budget.")] = 10,
     output: Output = None,
     force: Force = False,
@@ -139,6 +160,10 @@ def replay(
         raise UsageError(f"--{'resume' if resume else 'per-token'} needs a file; give --output")
     if output is not None:
         _check_output(output, traces, force=force or resume, per_token=per_token)
+    if live and len(traces) > 1:
+        raise UsageError("--live runs the text of one trace; give one")
+    if model is not None and not live:
+        raise UsageError("--model goes with --live; leave it out")
     if analysis is not None:
         out.input_file(analysis)
         if len(traces) > 1 or not trt:
@@ -163,6 +188,7 @@ def replay(
         MeasureOptions,
         Parts,
         answer,
+        best_few,
         by_setting,
         sweep,
         to_dict,
@@ -170,12 +196,13 @@ def replay(
     )
 
     check_engine(engine, jobs, address)
+    terminal = Terminal(quiet, verbose)
     loaded = [load_trace(path) for path in traces]
     settings = _settings(policy, lists, grid, min(trace.length for trace in loaded))
     options = MeasureOptions(hits, regret_mass, 64 if output_every is None else output_every)
     if output_every and not all(trace.has_values for trace in loaded):
         raise UsageError("the output error needs values, which were not recorded; leave out --output-every")
-    terminal = Terminal(quiet, verbose)
+    tapped = _load(loaded[0], model, device, terminal) if live else None
     everything = with_controls(settings) if controls else settings
     work: list[Job] = []
     for trace in loaded:
@@ -200,7 +227,12 @@ def replay(
         )
     table = by_setting(found.settings)
     said = answer(found.settings, settings)
-    plain = to_dict(table, said)
+    checked = (
+        None
+        if tapped is None
+        else _run_again(tapped, loaded[0], best_few(table, said, settings, live_settings), terminal)
+    )
+    plain = to_dict(table, said, checked)
     if output is not None and parts is not None:
         from beaconscope.replay.sweep import write_whole
 
@@ -211,9 +243,11 @@ def replay(
     if json:
         typer.echo(dumps(plain, indent=2, allow_nan=False))
     elif not quiet:
-        from beaconscope.cli.replay_tables import show_replay
+        from beaconscope.cli.replay_tables import show_live, show_replay
 
         show_replay(table, said, top)
+        if checked is not None:
+            show_live(table, said, checked)
     if output is not None:
         wrote = Terminal(quiet or json, verbose)
         if per_token:
@@ -295,6 +329,33 @@ def _revisits(trace: Trace, analysis: Path | None, terminal: Terminal) -> list[i
                 f"{analysis} is of {len(tokens)} tokens and {trace.path} has {trace.length}; analyze this trace"
             )
     return [int(position) for position in tokens.loc[tokens["revisit"].astype(bool), "position"]]
+
+
+def _load(trace: Trace, model: str | None, device: str, terminal: Terminal) -> LoadedModel:
+    """The model of a trace, in the type that it was recorded in."""
+    quieten_libraries(terminal)
+    from beaconscope.models import LoadOptions, load_model
+
+    described = trace.metadata["model"]
+    terminal.note(f"Loading {model or described['id']}.")
+    same = model is None or model == described["id"]
+    options = LoadOptions(
+        model or described["id"],
+        revision=described.get("revision") if same else None,
+        dtype=described["dtype"],
+        device=device,
+    )
+    return load_model(options)
+
+
+def _run_again(loaded: LoadedModel, trace: Trace, settings: list[Policy], terminal: Terminal) -> list[dict[str, Any]]:
+    """What settings do with the model, as plain values."""
+    from beaconscope.record import check_live
+    from beaconscope.replay import label
+
+    with terminal.progress("Running with the model", "tokens") as report:
+        found = check_live(loaded.model, loaded.tokenizer, trace, settings, report)
+    return [{"setting": label(each.policy), **each.to_dict()} for each in found]
 
 
 def _jobs(

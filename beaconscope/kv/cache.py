@@ -15,7 +15,7 @@ from transformers.cache_utils import DynamicCache
 from beaconscope.errors import BeaconScopeError
 from beaconscope.kv.heads import HeadInfo
 from beaconscope.kv.layer import CompressedLayer, Observer, Rows
-from beaconscope.kv.policies import BeaconKV, Policy
+from beaconscope.kv.policies import BeaconKV, Full, Policy
 from beaconscope.kv.ragged import RaggedLayer
 from beaconscope.kv.rotary import Rotary
 from beaconscope.kv.step import AttentionStep
@@ -392,7 +392,8 @@ def _rotary_for(policy: Policy, info: LayerInfo) -> Rotary:
     if info.rotary is not None:
         return info.rotary
     if policy.needs_rotary and info.window is None:
-        raise BeaconScopeError(info.rotary_problem or "")
+        remedy = "give --query-space post-rope" if isinstance(policy, BeaconKV | Full) else "give another --cache"
+        raise BeaconScopeError(f"{info.rotary_problem}; {remedy}")
     return Rotary.none(info.key_size)
 
 

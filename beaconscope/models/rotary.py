@@ -63,7 +63,7 @@ def derive_rotary(
             return candidate
     raise RotaryMismatch(
         f"the rotary embedding of layer {getattr(module, 'layer_idx', '?')} ({type(module).__name__}) could not be "
-        "undone, so its pre-RoPE queries are not known; give --query-space post-rope"
+        "undone, so its pre-RoPE queries are not known"
     )
 
 

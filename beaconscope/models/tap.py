@@ -209,8 +209,15 @@ def _tapped(backend: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
     """The attention function that runs ``backend`` and tells a tapped cache."""
 
     def attention(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        dropout: float = 0.0,  # by its place too, as other libraries that wrap what is registered call it
+        **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
+        kwargs["dropout"] = dropout
         call: LayerCall | None = kwargs.pop(_ARGUMENT, None)
         run = _backend_function(backend, module)
         if call is None:
@@ -325,7 +332,7 @@ def _read(model: PreTrainedModel, call: LayerCall, attention: AttentionInputs) -
     else:
         problem = (
             f"layer {call.layer} of {type(model).__name__} is not handed the cosine and sine of its rotary embedding, "
-            "so its pre-RoPE queries are not known; give --query-space post-rope"
+            "so its pre-RoPE queries are not known"
         )
     sink = attention.sink_logit
     return LayerInfo(

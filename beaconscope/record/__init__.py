@@ -1,8 +1,20 @@
 """Record: drive a model with a cache and write what happens to a trace."""
 
+from beaconscope.record.live_check import Forced, Free, LiveCheck, check_live
 from beaconscope.record.many import record_with_workers
 from beaconscope.record.options import RecordOptions, Sampling
 from beaconscope.record.prompts import Prompt
 from beaconscope.record.record import record, record_prompts
 
-__all__ = ["Prompt", "RecordOptions", "Sampling", "record", "record_prompts", "record_with_workers"]
+__all__ = [
+    "Forced",
+    "Free",
+    "LiveCheck",
+    "Prompt",
+    "RecordOptions",
+    "Sampling",
+    "check_live",
+    "record",
+    "record_prompts",
+    "record_with_workers",
+]

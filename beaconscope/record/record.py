@@ -385,7 +385,7 @@ class _Run:
         self._tokenizer = tokenizer
         self._progress = progress
         self._recorder = Recorder(plan.layout, options.sink_positions, options.local_window, self._write_heads)
-        kinds = _token_kinds(tapped.model, tokenizer) if options.policy.needs_kinds else None
+        kinds = kinds_of_tokens(tapped.model, tokenizer) if options.policy.needs_kinds else None
         self.cache = CompressedCache(tapped, options.policy, observer=self._recorder, token_kinds=kinds)
         self.generation = Generation(
             tapped.model,
@@ -393,7 +393,7 @@ class _Run:
             [text.ids for text in texts],
             options.sampling,
             plan.limits,
-            _end_tokens(tapped.model, tokenizer),
+            end_tokens(tapped.model, tokenizer),
             forced,
         )
         self._total = max(plan.limits)
@@ -483,7 +483,7 @@ def _special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
     return added | set(tokenizer.all_special_ids)
 
 
-def _token_kinds(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
+def kinds_of_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
     """The kind of every token of the model's vocabulary, uint8 [V]."""
     embeddings = model.get_input_embeddings().weight
     assert isinstance(embeddings, torch.Tensor)
@@ -492,7 +492,7 @@ def _token_kinds(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> 
     return token_kinds(token_bytes(tokenizer, range(size)), special)
 
 
-def _end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """Ids that end a text: the model's own and the tokenizer's."""
     of_model = model.generation_config.eos_token_id if model.generation_config is not None else None
     ends = of_model if isinstance(of_model, list) else [of_model]

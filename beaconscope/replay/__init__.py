@@ -4,7 +4,7 @@ from beaconscope.replay.grid import default_lists, expand, label, read_grid, spl
 from beaconscope.replay.layer import LayerData, load_layer
 from beaconscope.replay.measure import HeadMeasures, MeasureOptions, measure_head
 from beaconscope.replay.simulate import Simulation, simulate
-from beaconscope.replay.summary import Answer, Difference, answer, by_setting, compare, to_dict
+from beaconscope.replay.summary import Answer, Difference, answer, best_few, by_setting, compare, to_dict
 from beaconscope.replay.sweep import Found, Job, Parts, make_jobs, run_job, sweep
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "Parts",
     "Simulation",
     "answer",
+    "best_few",
     "by_setting",
     "compare",
     "default_lists",

@@ -8,6 +8,7 @@ is one observation, and the bootstrap draws heads, and the seeds of each, with r
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -200,6 +201,30 @@ def answer(frame: pd.DataFrame, settings: list[Policy]) -> Answer:
     return Answer(" ".join(sentences), figure, best, chosen, differences)
 
 
+def best_few(table: pd.DataFrame, answer: Answer, settings: list[Policy], count: int) -> list[Policy]:
+    """Up to ``count`` settings that are worth a run with the model, of those that the user asked for.
+
+    First the answer's best, then the best of each budget, largest first, then whatever is best.
+
+    Parameters
+    ----------
+    table
+        Of :func:`by_setting`.
+    answer
+        Of :func:`answer`.
+    settings
+        What the user asked for.
+    count
+        How many at most.
+    """
+    known = {label(each): each for each in reversed(settings) if each.live and each.evicts}
+    ranked = table[table["setting"].isin(list(known))].sort_values(answer.figure, ascending=False, kind="stable")
+    of_budgets = ranked.drop_duplicates("budget").sort_values("budget", ascending=False, kind="stable")
+    first = [] if answer.best is None else [answer.best]
+    names = dict.fromkeys([*first, *of_budgets["setting"], *ranked["setting"]])
+    return [known[name] for name in names if name in known][:count]
+
+
 def _controls(frame: pd.DataFrame, setting: BeaconKV, table: pd.DataFrame, figure: str) -> dict[str, Difference]:
     """What a BeaconKV setting gains over each control that was run beside it."""
     twin = recent_only(setting)
@@ -249,12 +274,12 @@ def _percent(share: float) -> str:
     return f"{100 * share:.3g} %"
 
 
-def to_dict(table: pd.DataFrame, answer: Answer) -> dict[str, Any]:
-    """Plain values, as ``--json`` prints them."""
+def to_dict(table: pd.DataFrame, answer: Answer, live: Sequence[Mapping[str, Any]] | None = None) -> dict[str, Any]:
+    """Plain values, as ``--json`` prints them; ``live`` is what settings did when they were run with the model."""
     rows = json.loads(table.to_json(orient="records", double_precision=9))
     for row in rows:
         row["params"] = json.loads(row["params"])
-    return {
+    return ({} if live is None else {"live": list(live)}) | {
         "schema": "beaconscope.replay",
         "schema_version": "1.0",
         "teacher_forced": True,

@@ -1,0 +1,300 @@
+"""Run the text of a trace again under other caches, for what a replay cannot say: what the model itself makes of it.
+
+1. *Teacher-forced*: the same tokens are fed through the full cache and through each setting, block by block, and the
+   two distributions of the next token are compared where they stand, so that no more than a block of them is held.
+2. *Free-running*: each setting, and the full cache, writes on from the prompt with the sampling options and the seed of
+   the recording.
+
+The full cache is what the others are held against, not the recording: that may have been made with another cache.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import zip_longest
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from beaconscope.errors import BeaconScopeError
+from beaconscope.kv.cache import CompressedCache
+from beaconscope.kv.policies import Full, Policy
+from beaconscope.models import TappedModel, cache_argument, tap, token_bytes
+from beaconscope.record.generate import Generation
+from beaconscope.record.options import Sampling
+from beaconscope.record.record import end_tokens, kinds_of_tokens
+from beaconscope.trace import Trace, split_phases
+
+_TOGETHER = 64
+"""Tokens whose distributions are held at a time."""
+_SAME_MODEL = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+
+
+@dataclass(frozen=True)
+class Forced:
+    """One setting on the tokens of the recording; against the full cache on the same."""
+
+    tokens: int
+    """Generated tokens of the recording, T."""
+    kl: float
+    """Kullback-Leibler divergence of the next token's distribution from the full cache's, mean over tokens, nats."""
+    kl_most: float
+    perplexity: float
+    """Of the recorded tokens, exp of their mean negative log probability."""
+    agreement: float
+    """Share of the tokens at which both hold the same one most likely, 0 to 1."""
+
+
+@dataclass(frozen=True)
+class Free:
+    """What one setting wrote by itself; against what the full cache wrote."""
+
+    tokens: int
+    agreement: float
+    """Share of the places, of the longer text, that hold the same token, 0 to 1."""
+    first_divergence: int | None
+    """Place of the first other token, counted from the end of the prompt; None where all are the same."""
+    answer: str
+    """What follows the thought; all of it where there is no thought."""
+    same_answer: bool
+    """The answers are the same but for white space."""
+    right: bool | None
+    """The answer holds the right one as a word; None where the trace does not know it."""
+
+
+@dataclass(frozen=True)
+class LiveCheck:
+    """A setting, run for real."""
+
+    policy: Policy
+    forced: Forced
+    free: Free
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, without the policy."""
+        return {"forced": asdict(self.forced), "free": asdict(self.free)}
+
+
+def check_live(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    trace: Trace,
+    policies: Sequence[Policy],
+    progress: Callable[[int, int | None], None] | None = None,
+) -> list[LiveCheck]:
+    """Run the text of ``trace`` under the full cache and under each of ``policies``.
+
+    Parameters
+    ----------
+    model, tokenizer
+        Those that the trace was recorded with.
+    trace
+        A trace.
+    policies
+        Usable live.
+    progress
+        Told how many tokens of how many have been fed.
+
+    Returns
+    -------
+    list of LiveCheck
+        Of the full cache, then of ``policies`` in order.
+
+    Raises
+    ------
+    BeaconScopeError
+        When the trace is of another model, or nothing was generated.
+    """
+    _check_model(model, trace)
+    tapped = tap(model)
+    ids = [int(token) for token in trace.tokens["token_id"]]
+    prompt, generated = ids[: trace.prompt_length], ids[trace.prompt_length :]
+    if not generated:
+        raise BeaconScopeError(f"{trace.path} has a prompt and nothing generated, so there is nothing to run again")
+    for policy in policies:
+        policy.check_live()
+    wanted = [Full(), *policies]
+    runs = _Runs(tapped, tokenizer, trace, prompt, len(generated), wanted, progress or (lambda done, total: None))
+    with torch.inference_mode():
+        forced = runs.forced(generated)
+        written = [runs.free(policy) for policy in wanted]
+    answers = [runs.answer(tokens) for tokens in written]
+    right = trace.metadata.get("right_answer")
+    return [
+        LiveCheck(policy, on_text, _compared(tokens, written[0], answer, answers[0], right))
+        for policy, on_text, tokens, answer in zip(wanted, forced, written, answers, strict=True)
+    ]
+
+
+class _Runs:
+    """One model and one prompt, under several caches."""
+
+    def __init__(
+        self,
+        tapped: TappedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        trace: Trace,
+        prompt: list[int],
+        generated: int,
+        policies: Sequence[Policy],
+        progress: Callable[[int, int | None], None],
+    ) -> None:
+        self._tapped = tapped
+        self._tokenizer = tokenizer
+        self._trace = trace
+        self._prompt = prompt
+        self._policies = policies
+        options = trace.options
+        # A chain of thought that was given says nothing of how long the model's own may be.
+        limit = generated if options["teacher_forced"] else int(options["max_new_tokens"])
+        context = getattr(tapped.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        self._limit = limit if context is None else min(limit, context - len(prompt))
+        self._total = len(policies) * (generated + self._limit)
+        self._done = 0
+        self._progress = progress
+
+    def _cache(self, policy: Policy) -> CompressedCache:
+        kinds = kinds_of_tokens(self._tapped.model, self._tokenizer) if policy.needs_kinds else None
+        return CompressedCache(self._tapped, policy, token_kinds=kinds)
+
+    def _fed(self, tokens: int) -> None:
+        self._done += tokens
+        self._progress(self._done, self._total)
+
+    def forced(self, generated: list[int]) -> list[Forced]:
+        """Feed the recorded tokens to every cache."""
+        feeds = [_Feed(self._tapped.model, self._cache(policy), len(self._prompt)) for policy in self._policies]
+        device = self._tapped.model.device
+        text = torch.tensor([self._prompt + generated], device=device)
+        start = 0
+        for size in self._trace.metadata.get("prefill_passes") or [len(self._prompt)]:
+            before = [feed(text[:, start : start + size])[-1:] for feed in feeds]  # [1, V] each
+            start += size
+        told: list[list[Tensor]] = [[] for _ in feeds]
+        for first in range(start, text.shape[1], _TOGETHER):
+            part = text[:, first : first + _TOGETHER]
+            full: Tensor | None = None
+            for number, feed in enumerate(feeds):
+                after = feed(part)  # [t, V]
+                log_p = torch.cat([before[number], after[:-1]]).log_softmax(dim=-1)
+                before[number] = after[-1:]
+                full = log_p if full is None else full
+                told[number].append(_distances(full, log_p, part[0]))
+                self._fed(part.shape[1])
+        return [_forced(torch.cat(parts)) for parts in told]
+
+    def free(self, policy: Policy) -> list[int]:
+        """Tokens that the model writes with a cache of ``policy``."""
+        options = self._trace.options
+        generation = Generation(
+            self._tapped.model,
+            self._cache(policy),
+            [self._prompt],
+            Sampling(**options["sampling"]),
+            [self._limit],
+            end_tokens(self._tapped.model, self._tokenizer),
+        )
+        generation.prefill(options["prefill_chunk"])
+        before = self._done
+
+        def settled() -> bool:
+            self._fed(before + len(generation.written[0].tokens) - self._done)
+            return False
+
+        generation.run(settled)
+        self._fed(before + self._limit - self._done)
+        return generation.written[0].tokens
+
+    def answer(self, tokens: list[int]) -> str:
+        """What follows the thought in what was written."""
+        markers = (self._trace.options["think_open"], self._trace.options["think_close"])
+        whole = self._prompt + tokens
+        phases = split_phases(token_bytes(self._tokenizer, whole), len(self._prompt), *markers)
+        said = [token for token, phase in zip(whole, phases, strict=True) if phase == "answer"]
+        return " ".join(str(self._tokenizer.decode(said, skip_special_tokens=True)).split())
+
+
+class _Feed:
+    """Feeds tokens to a model with a cache, in passes that end where the cache would compress."""
+
+    def __init__(self, model: PreTrainedModel, cache: CompressedCache, prompt: int) -> None:
+        self._model = model
+        self._cache = cache
+        self._prompt = prompt
+        self._argument = cache_argument(model)
+        self._position = 0
+        cache.expect_prompt(prompt)
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        """Logits after each of the tokens ``ids`` [1, T], float32 [T, V]; of a prompt after the last, [1, V]."""
+        of_prompt = self._position < self._prompt
+        found = []
+        start = 0
+        while start < ids.shape[1]:
+            count = ids.shape[1] - start if of_prompt else min(self._cache.room(), ids.shape[1] - start)
+            positions = torch.arange(self._position, self._position + count, device=ids.device)[None]
+            output = self._model(
+                input_ids=ids[:, start : start + count],
+                position_ids=positions,
+                use_cache=True,
+                logits_to_keep=1 if of_prompt else 0,
+                **{self._argument: self._cache},
+            )
+            found.append(output.logits[0].float())
+            self._position += count
+            start += count
+        return torch.cat(found)
+
+
+def _distances(full: Tensor, log_p: Tensor, tokens: Tensor) -> Tensor:
+    """Divergence, log probability of the token, and whether the likeliest are the same, for each of T, [T, 3]."""
+    divergence = (full.exp() * (full - log_p).nan_to_num()).sum(dim=-1).clamp(min=0)
+    of_token = log_p.gather(-1, tokens[:, None])[:, 0]
+    same = (full.argmax(dim=-1) == log_p.argmax(dim=-1)).float()
+    return torch.stack([divergence, of_token, same], dim=-1).cpu()
+
+
+def _forced(told: Tensor) -> Forced:
+    divergence, of_token, same = told.double().unbind(dim=-1)
+    return Forced(
+        tokens=len(told),
+        kl=float(divergence.mean()),
+        kl_most=float(divergence.max()),
+        perplexity=float((-of_token.mean()).exp()),
+        agreement=float(same.mean()),
+    )
+
+
+def _compared(tokens: list[int], full: list[int], answer: str, full_answer: str, right: str | None) -> Free:
+    same = np.array([one == other for one, other in zip_longest(tokens, full)])
+    return Free(
+        tokens=len(tokens),
+        agreement=float(same.mean()),
+        first_divergence=None if same.all() else int(same.argmin()),
+        answer=answer,
+        same_answer=answer == full_answer,
+        right=None if right is None else re.search(rf"(?<!\w){re.escape(right.strip())}(?!\w)", answer) is not None,
+    )
+
+
+def _check_model(model: PreTrainedModel, trace: Trace) -> None:
+    """Refuse a model that is not the trace's.
+
+    Raises
+    ------
+    BeaconScopeError
+        Saying which is.
+    """
+    recorded = trace.metadata["model"]["config"]
+    loaded = model.config.to_dict()
+    for name in _SAME_MODEL:
+        if recorded.get(name) != loaded.get(name):
+            raise BeaconScopeError(
+                f"{trace.path} is of another model ({trace.model_id}: {name} is {recorded.get(name)}, not "
+                f"{loaded.get(name)}); give --model the one that it was recorded with"
+            )
