@@ -11,6 +11,7 @@ import pandas as pd
 from sklearn.metrics import silhouette_score
 
 from beaconscope.report.pack import Pack, smallest_unsigned
+from beaconscope.report.space import unit
 
 _MOST_CHANGES = 64
 """Changes at which clusters are measured, spread over the trace."""
@@ -85,18 +86,18 @@ def cluster_curves(track: BeaconTrack, queries: npt.NDArray[np.floating[Any]]) -
     all_centroids = np.cumsum(track.source < 0) - 1
     chosen = np.unique(np.linspace(0, len(track.step) - 1, min(_MOST_CHANGES, len(track.step))).astype(np.int64))
     curves: dict[str, list[float | None]] = {"step": [], "coverage": [], "churn": [], "silhouette": []}
-    unit = _unit(queries)
+    points = unit(queries)
     before: npt.NDArray[np.float32] | None = None
     for number in chosen.tolist():
         entry = np.arange(ends[number] - track.count[number], ends[number])
         source = track.source[entry]
-        vectors = np.zeros((len(entry), unit.shape[1]), np.float32)
+        vectors = np.zeros((len(entry), points.shape[1]), np.float32)
         there = source >= 0
-        vectors[there] = unit[source[there]]
+        vectors[there] = points[source[there]]
         if (~there).any():
-            vectors[~there] = _unit(track.centroid[all_centroids[entry[~there]]])
+            vectors[~there] = unit(track.centroid[all_centroids[entry[~there]]])
         step = int(track.step[number])
-        until = int(track.step[number + 1]) if number + 1 < len(track.step) else len(unit) - 1
+        until = int(track.step[number + 1]) if number + 1 < len(track.step) else len(points) - 1
         similar = track.similarity[step + 1 : until + 1]
         similar = similar[np.isfinite(similar)]
         churn: float | None = None
@@ -110,7 +111,7 @@ def cluster_curves(track: BeaconTrack, queries: npt.NDArray[np.floating[Any]]) -
         curves["step"].append(step)
         curves["coverage"].append(float(similar.mean()) if len(similar) else None)
         curves["churn"].append(churn)
-        curves["silhouette"].append(_silhouette(unit[max(0, step + 1 - _SAMPLE) : step + 1], vectors))
+        curves["silhouette"].append(_silhouette(points[max(0, step + 1 - _SAMPLE) : step + 1], vectors))
     return curves
 
 
@@ -120,10 +121,3 @@ def _silhouette(points: npt.NDArray[np.float32], beacons: npt.NDArray[np.float32
     if not 2 <= groups < len(points):
         return None
     return float(silhouette_score(points, labels, metric="cosine"))
-
-
-def _unit(vectors: npt.NDArray[np.floating[Any]]) -> npt.NDArray[np.float32]:
-    vectors = np.nan_to_num(np.asarray(vectors, np.float32))
-    norm = np.linalg.norm(vectors, axis=-1, keepdims=True)
-    unit: npt.NDArray[np.float32] = vectors / np.where(norm > 0, norm, 1)
-    return unit

@@ -22,7 +22,8 @@ class ReportOptions:
     space_heads
         Query heads whose query space is laid out by UMAP, those that revisit most; the others get PCA.
     fit_queries
-        Queries that UMAP is fitted on, at most; the rest are placed by it.
+        Queries that UMAP is fitted on, at most: revisits and those that beacons were taken from, then others. The
+        rest of the shown ones are placed by the fitted map.
     shown_queries
         Queries shown of a head, at most.
     seed
@@ -38,8 +39,8 @@ class ReportOptions:
     redact: bool = False
     max_bytes: int = 10_000_000
     space_heads: int = 6
-    fit_queries: int = 1500
-    shown_queries: int = 2500
+    fit_queries: int = 1200
+    shown_queries: int = 2000
     seed: int = 0
 
     def __post_init__(self) -> None:

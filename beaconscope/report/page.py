@@ -1,12 +1,12 @@
 """Put the page together: one HTML file of template, style, program and data.
 
-The program is written as small ES modules that node can test and a browser can read. Here they become one inline script:
-modules in the order of their imports, without the import and export words. So every top-level name must be unique
-over all modules, which is checked.
+The program is written as small ES modules that node can test and a browser can read. Here they become one inline
+script: modules in the order of their imports, without the import and export words. So every top-level name must be
+unique over all modules, which is checked.
 
-What may run is named by its SHA-256 in a content-security-policy: the page's own program, and Plotly, which is kept compressed
-and unpacked when the first series is drawn. Nothing else may, neither by network nor by eval, and no byte of a trace
-stands in the page but in base64 or escaped.
+What may run is named by its SHA-256 in a content-security-policy: the page's own program, and Plotly, which is kept
+compressed and unpacked when the first series is drawn. Nothing else may, neither by network nor by eval, and no byte of
+a trace stands in the page but in base64 or escaped.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
 """The queries of a head on a plane: UMAP for the heads that revisit most, PCA for the others.
 
-Queries are scaled to length one and compared by cosine, as the clusters of the analysis are. UMAP is fitted with a fixed
-seed on a sample that holds every revisit and every query that a beacon was taken from; the other shown queries are
-placed by the fitted map. Centroids are placed by the same map, where the map is of the space that they live in.
+Queries are scaled to length one and compared by cosine, as the clusters of the analysis are. UMAP is fitted with a
+fixed seed on a sample that holds every revisit and every query that a beacon was taken from; the other shown queries
+are placed by the fitted map. Centroids are placed by the same map, where the map is of the space that they live in.
 """
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,21 +28,53 @@ class Plane:
 
 
 def shown_positions(
-    length: int, first: int, wanted: npt.NDArray[np.int64], count: int, seed: int
+    length: int, first: int, wanted: Sequence[npt.NDArray[np.int64]], count: int, seed: int
 ) -> npt.NDArray[np.int64]:
-    """Positions of the queries to show, ascending: all ``wanted`` ones, then others of the generation, then the prompt.
+    """Positions of the queries to show, ascending, at most ``count``.
 
-    Where even the wanted ones are more than ``count``, they are sampled.
+    Those of ``wanted`` come first, one array after the other, then others from position ``first`` on. Where an array
+    does not fit as a whole it is sampled.
     """
     random = np.random.default_rng(seed)
-    wanted = np.unique(wanted)
-    if len(wanted) > count:
-        return np.sort(random.choice(wanted, count, replace=False))
-    rest = np.setdiff1d(np.arange(first, length), wanted)
-    room = count - len(wanted)
-    if len(rest) > room:
-        rest = random.choice(rest, room, replace=False)
-    return np.union1d(wanted, rest).astype(np.int64)
+    shown = np.zeros(0, np.int64)
+    for each in (*wanted, np.arange(first, length)):
+        more = np.setdiff1d(each, shown)
+        room = count - len(shown)
+        shown = np.union1d(shown, more if len(more) <= room else random.choice(more, room, replace=False))
+    return shown.astype(np.int64)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What is to be laid out, in one space of one head; see `lay_out`."""
+
+    name: str
+    queries: npt.NDArray[np.float32]  # [n, D]
+    must: npt.NDArray[np.bool_]  # [n]
+    centroids: npt.NDArray[np.float32]  # [c, D]
+    umap: bool
+
+
+def lay_out_all(layouts: list[Layout], fit: int, seed: int) -> list[Plane]:
+    """Lay out each; those by UMAP on all cores of the machine, as each is one thread's work."""
+    import joblib
+
+    planes: dict[int, Plane] = {}
+    slow = []
+    for number, each in enumerate(layouts):
+        if each.umap:
+            slow.append(number)
+        else:
+            planes[number] = _lay_out_one(each, fit, seed)
+    # More workers than that would spend longer on compiling UMAP's code than on using it.
+    workers = max(1, min(joblib.cpu_count(), len(slow) // 2, 4))
+    found = joblib.Parallel(n_jobs=workers)(joblib.delayed(_lay_out_one)(layouts[n], fit, seed) for n in slow)
+    planes.update(zip(slow, found, strict=True))
+    return [planes[number] for number in range(len(layouts))]
+
+
+def _lay_out_one(each: Layout, fit: int, seed: int) -> Plane:
+    return lay_out(each.queries, each.must, each.centroids, umap=each.umap, fit=fit, seed=seed)
 
 
 def lay_out(
@@ -54,19 +87,18 @@ def lay_out(
     seed: int,
 ) -> Plane:
     """Place queries [n, D] and centroids [c, D]; ``must`` [n] marks those that a fit has to include first."""
-    points, centers = _directions(queries), _directions(centroids)
+    points, centers = unit(queries), unit(centroids)
     distinct = len(np.unique(points.round(5), axis=0))
     if umap and distinct > _NEIGHBOURS + 5:
         return _umap(points, must, centers, fit, seed)
     return _pca(points, centers)
 
 
-def _directions(vectors: npt.NDArray[np.floating[Any]]) -> npt.NDArray[np.float32]:
+def unit(vectors: npt.NDArray[np.floating[Any]]) -> npt.NDArray[np.float32]:
     """Scale to length one; what is not finite or zero becomes zero."""
-    vectors = np.nan_to_num(np.asarray(vectors, np.float32), nan=0.0, posinf=0.0, neginf=0.0)
-    norm = np.linalg.norm(vectors, axis=-1, keepdims=True)
-    scaled: npt.NDArray[np.float32] = vectors / np.where(norm > 0, norm, 1)
-    return scaled
+    known = np.nan_to_num(np.asarray(vectors, np.float32), nan=0.0, posinf=0.0, neginf=0.0)
+    norm = np.linalg.norm(known, axis=-1, keepdims=True)
+    return (known / np.where(norm > 0, norm, 1)).astype(np.float32, copy=False)
 
 
 def _pca(points: npt.NDArray[np.float32], centers: npt.NDArray[np.float32]) -> Plane:
@@ -93,7 +125,7 @@ def _umap(
     if len(chosen) > fit:
         chosen = random.choice(chosen, fit, replace=False)
     others = np.setdiff1d(np.arange(len(points)), chosen)
-    room = min(len(others), fit - len(chosen))
+    room = max(0, min(len(others), fit - len(chosen)))
     chosen = np.sort(np.concatenate([chosen, random.choice(others, room, replace=False)])).astype(np.int64)
     with warnings.catch_warnings():
         # It says that a fixed seed means one thread.

@@ -24,7 +24,7 @@ export function makeAnswers(parent, store, jump) {
   const best = plain.revisits.slice(0, 3);
   const distances = plain.revisits.map((row) => row.distance).sort((a, b) => a - b);
   const whence = card("whence", "From where", count(summary.revisits), summary.revisits === 1 ? " token looks back" : " tokens look back",
-    summary.revisits ? `${percent(summary.revisit_rate, 1)} of ${count(summary.steps)} steps, half of them over ${count(distances[distances.length >> 1])} tokens and more.` : tooShort(data),
+    summary.revisits ? `${percent(summary.revisit_rate, 1)} of ${count(summary.steps)} steps, half of them over at least ${count(distances[distances.length >> 1])} tokens.` : tooShort(data),
     best.map((row) => item(`${data.snippet(Math.max(0, row.position - 5), row.position + 1, 44)} ▸ ${row.position + 1 < data.length ? data.snippet(row.position + 1, row.position + 2, 18) : ""}`,
       decimal(row.score, 1), () => jump(row.position), `token ${row.position}, score ${decimal(row.score)}`)));
 
@@ -72,7 +72,7 @@ export function makeCard(parent, store, about) {
     el("div", { class: "head" }, el("h2", { id: "title-card" }, "The run")),
     trace.whole ? null : el("p", { class: "notice" }, `The recording was cut short: ${trace.cut_reason ?? "it did not come to its end"}.`),
     el("p", { class: "verdict" }, verdict.text),
-    verdict.would_change ? el("p", { class: "caption" }, verdict.would_change) : null,
+    verdict.would_change ? el("p", { class: "caption" }, `What would change this: ${verdict.would_change}.`) : null,
     el("dl", { class: "facts wide" },
       fact("model", [model.id || "unknown", model.revision ? ` · revision ${model.revision}` : "", model.dtype ? ` · ${model.dtype}` : "", model.parameters ? ` · ${count(model.parameters)} parameters` : ""].join("")),
       fact("tokens", `${count(trace.length)} (${phases.map(([name, size]) => `${count(size)} ${name}`).join(", ")})`),

@@ -20,14 +20,24 @@ export function looksOf(store) {
   };
 }
 
+/** Whether a span is nothing but attention sinks. */
+function sinkTest(data) {
+  const sinks = new Set(data.plain.summary.sinks.map((row) => row.position));
+  return (span) => {
+    for (let position = span.start; position < span.stop; position++) if (!sinks.has(position)) return false;
+    return true;
+  };
+}
+
 export function headLabel(head) {
   return `layer ${head.layer}, KV head ${head.kv}, query head ${head.group}`;
 }
 
 export function makeArcs(parent, store, jump) {
   const { data } = store;
-  let looks = looksOf(store);
   store.wholeSentence = false;
+  let looks = looksOf(store);
+  const isSink = sinkTest(data);
 
   const pooled = choices("Heads", [[true, "All heads"], [false, "One head"]], store.state.pooled, (value) => store.set({ pooled: value }));
   const over = data.full
@@ -41,7 +51,7 @@ export function makeArcs(parent, store, jump) {
     refresh();
   });
 
-  const half = 66;
+  const half = 56;
   const chart = new Chart(parent, {
     id: "looks",
     title: "Where it looks",
@@ -50,7 +60,7 @@ export function makeArcs(parent, store, jump) {
     caption: () => {
       const whose = store.shownHead === null ? `mean over ${data.heads.length} query heads` : headLabel(store.head);
       const source = store.state.over === "full"
-        ? `over everything recorded, computed for ${data.plain.full_steps}, else as recorded; hollow: the cache had dropped it`
+        ? `over everything recorded, computed for ${data.plain.full_steps}, else as recorded; hollow: the cache had dropped it; grey: a sink`
         : `as recorded, over ${data.plain.trace.attention_over}`;
       return `Above: what token ${count(store.state.token)} looks back at; below: what looks back at ${store.wholeSentence ? "its sentence" : "it"}. Thickness: attention, ${whose}, of each head's ${data.plain.trace.hits} most attended positions; ${source}.`;
     },
@@ -70,6 +80,7 @@ export function makeArcs(parent, store, jump) {
       const arc = (from, to, mass, most, evicted, sign, colour) => {
         const tall = Math.min(half - 4, 10 + Math.abs(to - from) * 0.35);
         context.strokeStyle = evicted ? colours.loss : colour;
+        // A sink draws attention from everywhere and means nothing by it.
         context.globalAlpha = 0.25 + 0.65 * Math.min(1, mass / most);
         context.lineWidth = Math.max(0.8, 7 * Math.sqrt(Math.min(1, mass)));
         context.setLineDash(evicted ? [3, 3] : []);
@@ -88,7 +99,7 @@ export function makeArcs(parent, store, jump) {
       };
       const most = Math.max(1e-6, ...looks.spans.map((span) => span.mass));
       for (const span of looks.spans.slice(0, MOST_ARCS).reverse()) {
-        arc(here, scale((span.start + span.stop) / 2), span.mass, most, span.evicted > span.mass / 2, 1, colours.accent);
+        arc(here, scale((span.start + span.stop) / 2), span.mass, most, span.evicted > span.mass / 2, 1, isSink(span) ? colours.muted : colours.accent);
       }
       const whoMost = Math.max(1e-6, ...looks.lookers.slice(0, MOST_ARCS).map((looker) => looker.mass));
       const at = scale((start + stop) / 2);
@@ -106,7 +117,7 @@ export function makeArcs(parent, store, jump) {
         context.fillText("looks at", left - 10, middle - 14);
         context.fillText("looked at by", left - 10, middle + 15);
       }
-      labels(context, looks.spans.slice(0, 3), scale, width, middle, colours);
+      labels(context, looks.spans.filter((span) => !isSink(span)).slice(0, 3), scale, width, middle, colours);
     },
     label: () => {
       const best = looks.spans[0];
@@ -149,7 +160,7 @@ export function makeArcs(parent, store, jump) {
       const x = scale((span.start + span.stop) / 2);
       const text = fitted(context, data.snippet(span.start, Math.max(span.stop, span.start + 1), 26), 130);
       const wide = context.measureText(text).width / 2 + 6;
-      const center = Math.min(width - wide - 4, Math.max(wide + 4, x));
+      const center = Math.min(width - wide - 4, Math.max(gutter(width).left + wide, x));
       if (taken.some(([a, b]) => center - wide < b && center + wide > a)) continue;
       taken = [...taken, [center - wide, center + wide]];
       context.fillStyle = colours.paper;
@@ -194,6 +205,7 @@ export function makeArcs(parent, store, jump) {
 function fillDetail(list, store, looks, jump) {
   const { data, state } = store;
   const token = state.token;
+  const isSink = sinkTest(data);
   const revisit = data.revisitAt.get(token);
   const truth = data.truthAt.get(token + 1);
   const number = (name) => data.pack.numbers(name)[token];
@@ -209,7 +221,7 @@ function fillDetail(list, store, looks, jump) {
     ));
   const lookers = looks.lookers.slice(0, 5);
   const whoMost = Math.max(1e-9, ...lookers.map((each) => each.mass));
-  list.replaceChildren(
+  list.replaceChildren(...[
     el("p", { class: "who" }, el("span", { class: "glyph" }, data.snippet(token, token + 1, 40)),
       token + 1 < data.length ? el("span", { class: "writes" }, "writes ", el("b", {}, data.snippet(token + 1, token + 2, 30))) : null),
     el("dl", { class: "facts" },
@@ -226,14 +238,14 @@ function fillDetail(list, store, looks, jump) {
     el("h3", {}, "Looks back at"),
     spans.length
       ? el("ol", { class: "spans" }, spans.map((span) => row(span.start, span.stop, span.mass, most, span.evicted > span.mass / 2,
-          span.evicted > span.mass / 2 ? " · evicted" : "")))
+          span.evicted > span.mass / 2 ? " · evicted" : isSink(span) ? " · sink" : "")))
       : el("p", { class: "none" }, "No attention is recorded, or it was too weak for this page: see what was left out."),
     el("h3", {}, "Looked back at by"),
     lookers.length
       ? el("ol", { class: "spans by" }, lookers.map((each) => row(each.position, each.position + 1, each.mass, whoMost, each.evicted > each.mass / 2,
           each.evicted > each.mass / 2 ? " · evicted" : "")))
       : el("p", { class: "none" }, "No later token, as far as is recorded."),
-  );
+  ].filter(Boolean));
 }
 
 /** Text of a span, with a little of what is around it where it is short. */

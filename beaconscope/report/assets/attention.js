@@ -11,7 +11,7 @@ const PAD = { left: 52, right: 10, top: 8, bottom: 34 };
 
 /** Opacity of an attention, so that weak hits recede and strong ones stand out. */
 function strength(mass) {
-  return Math.min(1, 0.1 + 0.95 * mass ** 0.6);
+  return Math.min(1, 0.12 + 0.95 * mass ** 0.5);
 }
 
 export function makeAttention(parent, store, jump) {
@@ -62,7 +62,7 @@ export function makeAttention(parent, store, jump) {
       const [start, stop] = range();
       const w = width - PAD.left - PAD.right;
       const h = height - PAD.top - PAD.bottom;
-      const size = Math.max(1, Math.min(stop - start, Math.floor(Math.min(w, h) / (stop - start > 300 ? 1 : 1))));
+      const size = Math.max(1, Math.min(stop - start, Math.floor(Math.min(w, h) / 2)));
       const { most, gone } = binByMax(data, store.hits, store.shownHead, [start, stop], [start, stop], size, size);
       cells = { most, gone, size, start, stop };
       const cw = w / size;

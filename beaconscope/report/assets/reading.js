@@ -91,8 +91,9 @@ export function makeReading(parent, store, looks) {
     return measure.values ? measure.values[position] : beaconOf(position);
   }
 
-  function tokenSpan(position) {
-    const text = shown(data.token(position));
+  function tokenSpan(position, begins) {
+    const whole = shown(data.token(position));
+    const text = begins ? whole.replace(/^ (?=\S)/, "") : whole;
     const value = valueAt(position);
     let style = "";
     if (measure.key === "beacon") {
@@ -118,7 +119,7 @@ export function makeReading(parent, store, looks) {
       if (position === 0 || data.sentence[position] !== data.sentence[position - 1]) begins = data.sentence[position];
     }
     const tokens = [];
-    for (let position = start; position < stop; position++) tokens.push(tokenSpan(position));
+    for (let position = start; position < stop; position++) tokens.push(tokenSpan(position, position === start));
     return el("div", { class: `row ${PHASES[data.phase[start]]}`, style: `top:${number * ROW}px`, "data-row": String(number) },
       el("span", { class: "margin", title: `sentence ${sentence}, ${PHASES[data.phase[start]]}` }, begins === null ? "" : String(begins)),
       el("span", { class: "line" }, tokens));

@@ -111,7 +111,7 @@ export function makeClusterCurves(parent, store) {
         line: { color: OKABE_ITO[[0, 5, 2][index]], dash: DASHES[index], width: 2 }, marker: { symbol: MARKS[index], size: 7 },
         hovertemplate: `${name} %{y:.3f} at %{x}<extra></extra>`,
       }));
-      return { traces, layout: layoutOf(colours, { xaxis: { title: { text: "position of the compression" }, range: [0, data.length] }, yaxis: { range: [Math.min(0, ...found.silhouette.filter((value) => value !== null)) - 0.04, 1.04] } }) };
+      return { traces, layout: layoutOf(colours, { xaxis: { title: { text: "position of the compression", font: { size: 12 } }, range: [0, data.length] }, yaxis: { range: [Math.min(0, ...found.silhouette.filter((value) => value !== null)) - 0.04, 1.04] } }) };
     },
     table: () => ({
       columns: [{ key: "step", name: "compression at" }, ...names.map(([key, name]) => ({ key, name }))],
@@ -183,8 +183,8 @@ export function makeTradeOff(parent, store) {
       return {
         traces,
         layout: layoutOf(colours, {
-          xaxis: { type: "log", title: { text: "keys and values, most at any time" }, range: [low - 0.06, high + 0.06], tickvals: at, ticktext: at.map(bytes) },
-          yaxis: { title: { text: "attention kept" }, tickformat: ".0%" },
+          xaxis: { type: "log", title: { text: "keys and values, most at any time", font: { size: 12 } }, range: [low - 0.06, high + 0.06], tickvals: at, ticktext: at.map(bytes) },
+          yaxis: { title: { text: "attention kept", font: { size: 12 } }, tickformat: ".0%" },
           legend: { orientation: "h", y: -0.3, x: 0 },
         }),
       };
