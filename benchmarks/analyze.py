@@ -1,75 +1,133 @@
 """What an analysis costs: seconds of processor time per token squared, and peak memory.
 
     python benchmarks/analyze.py              # one layer of 2 KV heads x 4 query heads of size 128, 2 K to 16 K tokens
-    python benchmarks/analyze.py --quick      # 512 tokens, to keep the script alive
-    python benchmarks/analyze.py --whole      # 6 layers x 8 KV heads at 8 K tokens, the size that must take two minutes
+    python benchmarks/analyze.py --whole      # 6 layers x 8 KV heads at 8 K tokens: may take two minutes and 4 GB
+    python benchmarks/analyze.py --shipped    # traces/smollm2-balcony.parquet at the default options
+    python benchmarks/analyze.py --quick      # 512 and 1024 tokens, to keep the script alive
 
-Clusters cost the same at every length and are measured apart.
+Clusters cost about the same at every length, so the first measures without them. Every analysis is made in a process
+of its own, so that its peak of memory is its own; a trace is made in another.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
+import multiprocessing
 import resource
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import beaconscope
-from beaconscope import AnalyzeOptions
 from tests.analyze.made import Plan, plant
 
+ROOT = Path(__file__).resolve().parents[1]
 
-def measure(length: int, layers: int, kv_heads: int, folder: Path, clusters: int) -> dict[str, Any]:
-    plan = Plan(length=length, layers=layers, kv_heads=kv_heads, group=4, size=128, revisiting=3)
-    trace = beaconscope.load_trace(plant(folder / f"{length}.parquet", plan).path)
+
+@dataclass(frozen=True)
+class Run:
+    """A trace to make and how to analyze it."""
+
+    length: int
+    layers: int = 1
+    kv_heads: int = 2
+    clusters: int = 0
+    """Query heads whose queries are clustered."""
+
+    @property
+    def plan(self) -> Plan:
+        return Plan(
+            length=self.length, layers=self.layers, kv_heads=self.kv_heads, group=4, size=128, revisiting=3, strength=16
+        )
+
+
+def analyzed(path: Path, clusters: int, jobs: int | None) -> dict[str, Any]:
+    """Analyze a trace in this process."""
+    import beaconscope
+    from beaconscope import AnalyzeOptions
+    from beaconscope.analyze import analyze
+
+    trace = beaconscope.load_trace(path)
     wall, processor = time.perf_counter(), time.process_time()
-    analysis = beaconscope.analyze(trace, AnalyzeOptions(cluster_heads=clusters))
+    analysis = analyze(trace, AnalyzeOptions(cluster_heads=clusters), jobs=jobs)
     wall, processor = time.perf_counter() - wall, time.process_time() - processor
-    trace.path.unlink()
-    pairs = layers * kv_heads * plan.group * length * length
+    query_heads = analysis.summary["heads"]
     return {
-        "tokens": length,
-        "query_heads": layers * kv_heads * plan.group,
+        "tokens": trace.length,
+        "query_heads": query_heads,
         "clustered_heads": clusters,
+        "revisits": analysis.summary["revisits"],
         "seconds": wall,
         "processor_seconds": processor,
-        "nanoseconds_per_head_and_token_squared": 1e9 * processor / pairs,
+        "nanoseconds_per_head_and_token_squared": 1e9 * processor / (query_heads * trace.length**2),
         "peak_gigabytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6,
-        "revisits": analysis.summary["revisits"],
     }
+
+
+def alone(function: Any, *arguments: Any) -> Any:
+    """Call a function in a fresh process."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(function, arguments)
+
+
+def make(path: Path, plan: Plan) -> None:
+    plant(path, plan)
+
+
+def exponent(figures: list[dict[str, Any]]) -> float:
+    """Slope of processor time over length, both in logarithms, by least squares."""
+    x = [math.log(row["tokens"]) for row in figures]
+    y = [math.log(row["processor_seconds"]) for row in figures]
+    mean_x, mean_y = sum(x) / len(x), sum(y) / len(y)
+    above = sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True))
+    return above / sum((a - mean_x) ** 2 for a in x)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--whole", action="store_true")
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument("--quick", action="store_true")
+    kinds.add_argument("--whole", action="store_true")
+    kinds.add_argument("--shipped", action="store_true")
+    parser.add_argument("--jobs", type=int, help="heads side by side; one for each core by default")
     parser.add_argument("--json", type=Path, help="write the figures here too")
     args = parser.parse_args()
+    default_clusters = 6
     if args.whole:
-        runs = [(8192, 6, 8, 8)]
+        runs = [Run(8192, 6, 8, default_clusters)]
     elif args.quick:
-        runs = [(512, 1, 1, 1)]
+        runs = [Run(512), Run(1024)]
     else:
-        # Short ones first, since the peak of memory is that of the process so far.
-        runs = [(length, 1, 2, 0) for length in (2048, 4096, 8192, 16384)] + [(2048, 1, 2, 8)]
+        runs = [Run(length) for length in (2048, 4096, 8192, 16384)]
     figures = []
-    with tempfile.TemporaryDirectory() as name:
-        for length, layers, kv_heads, clusters in runs:
-            figures.append(measure(length, layers, kv_heads, Path(name), clusters))
-            row = figures[-1]
-            print(
-                f"{row['tokens']:>6} tokens, {row['query_heads']:>3} query heads, {clusters} clustered: "
-                f"{row['seconds']:.1f} s, {row['processor_seconds']:.1f} s of processor time, "
-                f"{row['nanoseconds_per_head_and_token_squared']:.2f} ns per query head and token^2, "
-                f"peak {row['peak_gigabytes']:.2f} GB",
-                flush=True,
-            )
+
+    def show(row: dict[str, Any]) -> None:
+        figures.append(row)
+        print(
+            f"{row['tokens']:>6} tokens, {row['query_heads']:>3} query heads, {row['clustered_heads']} clustered: "
+            f"{row['seconds']:.1f} s, {row['processor_seconds']:.1f} s of processor time, "
+            f"{row['nanoseconds_per_head_and_token_squared']:.2f} ns per query head and token^2, "
+            f"peak {row['peak_gigabytes']:.2f} GB, {row['revisits']} revisits",
+            flush=True,
+        )
+
+    if args.shipped:
+        show(alone(analyzed, ROOT / "traces" / "smollm2-balcony.parquet", default_clusters, args.jobs))
+    else:
+        with tempfile.TemporaryDirectory() as name:
+            for run in runs:
+                path = Path(name) / f"{run.length}.parquet"
+                alone(make, path, run.plan)
+                show(alone(analyzed, path, run.clusters, args.jobs))
+                path.unlink()
+    if len(figures) > 1:
+        print(f"processor time grows with the length to the power of {exponent(figures):.2f}")
     if args.json:
         args.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
 

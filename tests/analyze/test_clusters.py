@@ -74,6 +74,9 @@ def test_concentration_tells_one_cluster_from_chance():
     assert even.entropy == pytest.approx(1.0)
     assert even.groups == pytest.approx(8.0)
     assert even.p > 0.5
+    # Where all are chosen there is nothing to draw.
+    everything = concentration(labels, np.arange(400), 99, random)
+    assert (everything.p, everything.effect_sd) == (1.0, 0.0)
 
 
 def clusters_frame(*rows):

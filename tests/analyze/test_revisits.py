@@ -123,6 +123,25 @@ def test_what_is_not_finite_is_missing_and_counted(tmp_path):
     assert np.isfinite(found.tokens["distant_share"]).all()
 
 
+def test_a_trace_of_nothing_but_missing_queries_has_no_heads_of_any_kind(tmp_path):
+    def spoil(query, key):
+        query[:] = np.nan
+
+    _, found = analysis_of(tmp_path, Plan(length=150), spoil=spoil)
+    assert found.revisits.empty
+    assert (found.heads["kind"] == "local").all()
+    assert not found.heads["retrieves"].any()
+
+
+def test_most_steps_are_revisits_if_the_options_say_so(tmp_path):
+    open_to_all = AnalyzeOptions(
+        cluster_heads=1, cluster_queries=20, clusters=2, min_z=0, min_rise=0, lone_share=0.3, lone_rate=1.0
+    )
+    _, found = analysis_of(tmp_path, Plan(strength=20, rate=1.0, revisiting=8), options=open_to_all)
+    assert found.summary["revisit_rate"] > 0.5
+    json.dumps(found.to_dict(), allow_nan=False)
+
+
 def analysis_of_unspoiled(folder):
     made = plant(folder / "whole.parquet", STRONG, 3)
     return analyze(load_trace(made.path), FAST)
@@ -148,6 +167,12 @@ def test_layers_and_heads_can_be_chosen(tmp_path):
 def test_impossible_options_are_refused(wrong):
     with pytest.raises(BeaconScopeError):
         AnalyzeOptions(**wrong)
+
+
+def test_fewer_than_one_job_is_refused(tmp_path):
+    made = plant(tmp_path / "t.parquet", Plan(length=100))
+    with pytest.raises(UsageError, match="jobs is 0"):
+        analyze(load_trace(made.path), FAST, jobs=0)
 
 
 def events(*rows):
