@@ -53,6 +53,8 @@ BUILT = {
     "1 of 8 heads, often": Plan(strength=16, revisiting=1, rate=0.12),
     "6 of 32 heads, weaker": Plan(length=500, layers=4, group=4, revisiting=6, strength=12),
 }
+# Weak enough that options make a difference.
+SWEPT = Plan(length=500, layers=4, group=4, revisiting=6, strength=10, rate=0.06)
 NULLS: dict[str, dict[str, Any]] = {
     "null: local attention only": {"plan": Plan(revisiting=0)},
     "null: time shuffled": {"plan": Plan(strength=16, rate=0.12), "shuffled": True},
@@ -364,7 +366,7 @@ def main() -> None:
             few = seeds[:5]
             sets: dict[str, list[Known]] = {}
             for title, how in {
-                "built": {"plan": BUILT["6 of 32 heads, weaker"]},
+                "built, weak": {"plan": SWEPT},
                 "null, flagged": NULLS["null: time shuffled"],
             }.items():
                 inside = folder / title
