@@ -83,6 +83,14 @@ class Rotary:
         cos, sin = self._cos_sin(positions)
         return (x * cos - x[..., self.partner] * sin) / (cos * cos + sin * sin)
 
+    def mean_rotation(self, positions: Tensor) -> Tensor:
+        """M [D, D] such that ``x @ M`` is the mean of ``x`` rotated to ``positions`` [P]."""
+        cos, sin = (part.mean(dim=0) for part in self._cos_sin(positions))  # [D]
+        turn = torch.diag(cos)
+        dimension = torch.arange(len(cos), device=cos.device)
+        turn[self.partner, dimension] += sin
+        return turn
+
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values, for the metadata of a trace."""
         return {

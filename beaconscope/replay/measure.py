@@ -1,12 +1,14 @@
 """What each of many settings would have kept of the attention, measured against the full attention of a trace.
 
-1. For a head, the attention of a block of queries on all keys is computed once, for all settings.
+1. For a head, the attention of a block of queries on all keys is computed once, for all settings, in one buffer: the
+   product, its exponential, and the sums that make it attention.
 2. An entry that a cache evicts stays evicted, so a setting is one number for each entry: the last position that still
    found it (:class:`~.kept.Lifetimes`). The entries that were gone before the block form a mask matrix [N, C], and one
-   product gives what all C settings lose.
-3. The few entries that go within the block are added by hand. Blocks are cut where most settings compress, so that for
+   product of the attention, mean over the query heads, with it gives what all C settings lose.
+3. The few entries that go within the block are added by hand. Blocks are cut where many settings compress, so that for
    most settings there are none.
-4. The oracle and static masks take entries back; they have a mask for each query (:meth:`~.kept.Kept.found`).
+4. The M most attended entries are looked for only in the M groups of entries that hold the largest weights.
+5. The oracle and static masks take entries back; they have a mask for each query (:meth:`~.kept.Kept.found`).
 
 What is kept is one less what is lost, so that a setting that loses nothing retains exactly 1.
 """
@@ -30,6 +32,10 @@ _BLOCK_BYTES = 64 << 20
 """Attention weights at hand at a time."""
 _MOST_QUERIES = 128
 """Queries in a block at most."""
+_LEAST_QUERIES = 32
+"""Queries that a block is not cut below; products of fewer rows are slow."""
+_GROUP = 32
+"""Entries of a group of which only the largest weight is looked at first."""
 
 
 @dataclass(frozen=True)
@@ -83,21 +89,20 @@ def measure_head(
     revisits
         [T], True for the positions that are TRTs; their output error is always measured.
     """
-    alone = data.alone(head)
     settings = _Settings(head, kept)
     first, length = data.prompt_length, data.length
+    value = None if data.value is None else data.value[0, head]
+    attention = _Attention(data, head)
     parts: list[tuple[Tensor, ...]] = []
     for start, stop in _blocks(first, length, data.query.shape[2], kept):
-        weight = alone.everything(start, stop).attention()[0, 0]  # [G, q, N]
-        if data.sink_logit is not None:
-            weight = weight / weight.sum(dim=-1, keepdim=True)  # a learned sink's share is no entry's
+        block = attention.block(start, stop)
         gone = settings.at(start, stop)
-        hit_rate, regrets, delay = _hits(weight, gone, options)
-        error = torch.full((len(kept), stop - start), float("nan"), device=weight.device)
-        chosen = _chosen(start, stop, first, revisits, options.output_every).to(weight.device)
-        if alone.value is not None and len(chosen):
-            error[:, chosen] = _output_error(weight[:, chosen], gone, chosen, alone.value[0, 0, :stop])
-        parts.append((_mass(weight, gone), hit_rate, error, regrets, delay))
+        hit_rate, regrets, delay = _hits(*block.top(options.hits), gone, options)
+        error = torch.full((len(kept), stop - start), float("nan"), device=block.weight.device)
+        chosen = _chosen(start, stop, first, revisits, options.output_every).to(block.weight.device)
+        if value is not None and len(chosen):
+            error[:, chosen] = _output_error(block.rows(chosen), gone, chosen, value[:stop])
+        parts.append((_mass(block.mean(), gone), hit_rate, error, regrets, delay))
     if not parts:
         empty = np.zeros((len(kept), 0), np.float32)
         return HeadMeasures(np.zeros(0, np.int64), empty, empty, empty, empty, empty)
@@ -106,16 +111,90 @@ def measure_head(
 
 
 def _blocks(first: int, length: int, group: int, kept: Sequence[Kept]) -> Iterator[tuple[int, int]]:
-    """Blocks of decoding queries, each ending where most settings compress."""
+    """Blocks of decoding queries, each ending where many settings compress, if it can."""
     most = max(1, min(_MOST_QUERIES, _BLOCK_BYTES // (4 * group * max(length, 1))))
     ends = Counter(fired + 1 for each in kept for fired in each.fired)
+    many = max(2, len(kept) // 8)
     start = first
     while start < length:
         stop = min(start + most, length)
         if stop < length:
-            stop = max(range(start + 1, stop + 1), key=lambda end: (ends[end], end))
+            inside = range(min(start + _LEAST_QUERIES, stop), stop + 1)
+            stop = next((end for end in inside if ends[end] >= many), None) or max(inside, key=lambda n: (ends[n], n))
         yield start, stop
         start = stop
+
+
+class _Attention:
+    """The attention of blocks of queries of one head on everything, in one buffer."""
+
+    def __init__(self, data: LayerData, head: int) -> None:
+        # Scaled here, so that no pass over the products is spent on it.
+        self._query = data.query[0, head] * data.scaling  # [G, T, D]
+        self._key = data.key[0, head]  # [T, D]
+        self._softcap = data.softcap
+        self._window = data.window
+        self._buffer = self._query.new_empty(0)
+
+    def block(self, start: int, stop: int) -> _Block:
+        """Of the queries ``start`` to ``stop``; it lasts until the next one is asked for."""
+        query = self._query[:, start:stop]
+        g, q, d = query.shape
+        if len(self._buffer) < g * q * stop:
+            self._buffer = query.new_empty(g * q * stop)
+        weight = self._buffer[: g * q * stop].view(g * q, stop)
+        torch.mm(query.reshape(g * q, d), self._key[:stop].T, out=weight)
+        if self._softcap is not None:
+            weight.div_(self._softcap).tanh_().mul_(self._softcap)
+        later = torch.ones((q, q), dtype=torch.bool, device=weight.device).triu(1)
+        weight.view(g, q, stop)[..., start:].masked_fill_(later, float("-inf"))
+        if self._window is not None:
+            position = torch.arange(start, stop, device=weight.device)[:, None]
+            far = torch.arange(stop, device=weight.device) <= position - self._window
+            weight.view(g, q, stop).masked_fill_(far, float("-inf"))
+        # A group is every so manieth entry: its largest is then a maximum of whole rows of numbers.
+        groups = stop // _GROUP
+        largest = weight[:, : groups * _GROUP].view(g * q, _GROUP, groups).amax(dim=1)  # [Gq, groups]
+        rest = weight[:, groups * _GROUP :]
+        most = torch.cat([largest, rest], dim=1).amax(dim=1, keepdim=True)
+        weight.sub_(most).exp_()
+        # What a learned sink takes is no entry's share, so that it is left out of the sum.
+        return _Block(weight.view(g, q, stop), weight.sum(dim=1).view(g, q, 1), largest)
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Attention of q queries of G query heads on N entries."""
+
+    weight: Tensor  # [G, q, N], not yet divided by their sum
+    total: Tensor  # [G, q, 1], the sum
+    largest: Tensor  # [Gq, N // _GROUP], logits, the largest of each group of entries
+
+    def mean(self) -> Tensor:
+        """Attention, mean over the query heads, [q, N]."""
+        share = 1 / (self.total * len(self.weight))
+        mean = self.weight[0] * share[0]
+        for weight, each in zip(self.weight[1:], share[1:], strict=True):
+            mean.addcmul_(weight, each)
+        return mean
+
+    def rows(self, query: Tensor) -> Tensor:
+        """Attention of the queries ``query``, indices into the block, [G, q', N]."""
+        return self.weight[:, query] / self.total[:, query]
+
+    def top(self, count: int) -> tuple[Tensor, Tensor]:
+        """The largest ``count`` weights of each query, and their entries, [G, q, M] each."""
+        g, q, n = self.weight.shape
+        rows = self.weight.view(g * q, n)
+        groups = self.largest.shape[1]
+        # The M largest are in the M groups with the largest maxima, or among the entries that no group holds.
+        group = self.largest.topk(min(count, groups), dim=1, sorted=False).indices  # [Gq, M]
+        inside = group[:, :, None] + groups * torch.arange(_GROUP, device=rows.device)
+        rest = torch.arange(groups * _GROUP, n, device=rows.device).expand(g * q, -1)
+        entry = torch.cat([inside.view(g * q, -1), rest], dim=1)
+        top = rows.gather(1, entry).topk(min(count, n), dim=1)
+        shape = (g, q, -1)
+        return top.values.view(shape) / self.total, entry.gather(1, top.indices).view(shape)
 
 
 def _chosen(start: int, stop: int, first: int, revisits: npt.NDArray[np.bool_], every: int) -> Tensor:
@@ -182,32 +261,27 @@ class _Settings:
 
 
 def _mass(weight: Tensor, gone: _Gone) -> Tensor:
-    """Share of the attention [G, q, N] that went to what was there, [C, q]."""
-    g, q, _ = weight.shape
+    """Share of the attention [q, N] that went to what was there, [C, q]."""
     start, stop = int(gone.position[0]), int(gone.position[-1]) + 1
-    before = (gone.last < start).to(weight.dtype)  # [L, N]
-    lost = (weight.view(g * q, -1) @ before.T).view(g, q, -1)  # [G, q, L]
+    lost = weight @ (gone.last < start).to(weight.dtype).T  # [q, L]
     for setting in gone.changing(start, stop):
         last = gone.last[setting]
         entries = torch.nonzero((last >= start) & (last < stop - 1))[:, 0]
-        after = gone.position[:, None] > gone.last[setting, entries]  # [q, s]
-        lost[:, :, setting] += (weight[:, :, entries] * after).sum(dim=-1)
-    others = [(weight.transpose(0, 1) @ (~there).unsqueeze(-1).to(weight.dtype))[..., 0].T for there in gone.there]
-    parts = [lost.mean(dim=0).T, *(other.mean(dim=0, keepdim=True) for other in others)]
-    return (1 - gone.in_order(parts)).clamp(0, 1)
+        after = gone.position[:, None] > last[entries]  # [q, s]
+        lost[:, setting] += (weight[:, entries] * after).sum(dim=-1)
+    others = [(weight * ~there).sum(dim=-1)[None] for there in gone.there]
+    return (1 - gone.in_order([lost.T, *others])).clamp(0, 1)
 
 
-def _hits(weight: Tensor, gone: _Gone, options: MeasureOptions) -> tuple[Tensor, Tensor, Tensor]:
-    """Hit rate, regrets and their mean delay, each [C, q]."""
-    top = weight.topk(min(options.hits, weight.shape[-1]), dim=-1)  # [G, q, M]
-    seen = top.values > 0  # the first queries have fewer entries than M
-    index = top.indices
+def _hits(value: Tensor, index: Tensor, gone: _Gone, options: MeasureOptions) -> tuple[Tensor, Tensor, Tensor]:
+    """Hit rate, regrets and their mean delay, each [C, q], from the largest weights and their entries [G, q, M]."""
+    seen = value > 0  # the first queries have fewer entries than M
     last = gone.last[:, index]  # [L, G, q, M]
-    query = torch.arange(weight.shape[1], device=weight.device)[:, None]
+    query = torch.arange(value.shape[1], device=value.device)[:, None]
     found = torch.cat([last >= gone.position[:, None], *(there[query, index].unsqueeze(0) for there in gone.there)])
     hit_rate = (found & seen).sum(dim=-1) / seen.sum(dim=-1)
-    lost = seen & (top.values >= options.regret_mass) & ~found
-    regrets = lost.sum(dim=(1, 3)).to(weight.dtype)  # [C, q]
+    lost = (seen & (value >= options.regret_mass)) & ~found
+    regrets = lost.sum(dim=(1, 3)).to(value.dtype)  # [C, q]
     good = len(gone.for_good)
     since = ((gone.position[:, None] - last) * lost[:good]).sum(dim=(1, 3)) / regrets[:good].clamp(min=1)
     delay = torch.full_like(regrets, float("nan"))

@@ -156,7 +156,7 @@ def check_run(
             q, k = query[r, h].astype(np.float64), key[r, h].astype(np.float64)
             expected = simulate(q, k, prompt, settings, chunks=chunks, **rope)
             try:
-                if settings.selector == "random":
+                if settings.selector == "random" and policy.beacons:
                     _check_random_head(run, r, h, q, k, expected, settings, rope)
                 else:
                     _check_head(run, r, h, expected)

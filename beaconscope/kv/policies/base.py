@@ -191,6 +191,14 @@ def keep_highest(scores: Tensor, protected: Tensor, budget: int, shared: bool = 
     """
     if shared:
         scores = scores.amax(dim=1, keepdim=True).expand_as(scores)
-    ranked = scores.masked_fill(protected, float("inf")).argsort(dim=-1, descending=True, stable=True)
-    kept = torch.zeros_like(scores, dtype=torch.bool)
-    return kept.scatter_(-1, ranked[..., :budget], True)
+    count = scores.shape[-1]
+    if count <= budget:
+        return torch.ones_like(scores, dtype=torch.bool)
+    if budget == 0:
+        return torch.zeros_like(scores, dtype=torch.bool)
+    ranked = scores.masked_fill(protected, float("inf"))
+    # No sort: the lowest score that may stay, what is above it, and of what equals it the oldest.
+    least = ranked.kthvalue(count - budget + 1, dim=-1, keepdim=True).values
+    above, level = ranked > least, ranked == least
+    room = budget - above.sum(dim=-1, keepdim=True)
+    return above | (level & (level.cumsum(dim=-1) <= room))

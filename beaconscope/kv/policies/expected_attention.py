@@ -18,8 +18,6 @@ from torch import Tensor
 from beaconscope.kv.heads import HeadInfo
 from beaconscope.kv.policies.base import CacheView, Policy, PolicyState, QueryBlock, keep_highest
 
-_POSITIONS_AT_ONCE = 64
-
 
 class ExpectedAttentionState(PolicyState):
     """Mean and covariance of the queries so far."""
@@ -70,13 +68,8 @@ class ExpectedAttentionState(PolicyState):
 
     def _mean_rotation(self, first: int) -> Tensor:
         """M [D, D] such that ``x @ M`` is the mean of ``x`` rotated to the positions from ``first`` on."""
-        unit = torch.eye(self._heads.size, device=self._heads.device)
-        total = torch.zeros_like(unit)
-        stop = first + self._policy.future
-        for start in range(first, stop, _POSITIONS_AT_ONCE):
-            positions = torch.arange(start, min(start + _POSITIONS_AT_ONCE, stop), device=unit.device)
-            total += self._rotary.rotate(unit, positions[:, None]).sum(dim=0)
-        return total / self._policy.future
+        positions = torch.arange(first, first + self._policy.future, device=self._heads.device)
+        return self._rotary.mean_rotation(positions)
 
 
 @dataclass(frozen=True)
