@@ -11,7 +11,7 @@ PYTEST_ARGS ?=
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: test demo lint types format test-oldest test-peers bench install clean
+.PHONY: test demo lint types format test-oldest test-peers bench bench-quick bench-peers install clean
 
 test: install
 	$(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
@@ -33,6 +33,13 @@ format: install
 
 bench: install
 	for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+
+# Each benchmark for less than a minute: shows that it runs, not what it measures.
+bench-quick: install
+	for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script --quick || exit 1; done
+
+bench-peers: $(PEERS)/installed
+	$(PEERS)/bin/python benchmarks/decoding.py
 
 # The old end of the supported range of transformers.
 test-oldest: $(OLDEST)/installed

@@ -277,7 +277,7 @@ def main() -> None:
     parser.add_argument("--size", choices=list(SIZES), default="500")
     parser.add_argument("--budgets", default=",".join(map(str, BUDGETS)))
     parser.add_argument("--problems", type=int, default=200)
-    parser.add_argument("--batch", type=int, default=100)
+    parser.add_argument("--batch", type=int, default=200)
     parser.add_argument("--seed", type=int, default=3_000_000)
     parser.add_argument("--model", type=Path, default=MODEL_FOLDER)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())

@@ -138,8 +138,8 @@ def made_findings(length: int, layers: int, kv_heads: int, group: int) -> Findin
     for name in names:
         layer, head, number = map(int, name.split("."))
         heads.append({
-            "layer": layer, "kv_head": head, "query_head": number, "events": 9,
-            "event_rate": float(random.random() / 9), "distant_share": float(random.random()), "kurtosis": 1.0, "retrieval": 0.1, "kind": "revisiting",
+            "layer": layer, "kv_head": head, "query_head": number, "events": 9, "kurtosis": 1.0, "retrieval": 0.1,
+            "event_rate": float(random.random() / 9), "distant_share": float(random.random()), "kind": "revisiting",
             "revisits": int(random.integers(0, 99)), "revisit_share": 0.1, "sinks": [0],
         })  # fmt: skip
     flagged = np.zeros(length, bool)
