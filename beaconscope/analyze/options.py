@@ -22,7 +22,8 @@ class AnalyzeOptions:
         What attention is computed over: ``everything`` that was recorded, which is what a full cache would have
         attended to, or what the recording's cache ``held`` at each step.
     window
-        Tokens back from which on a position is distant; None is an eighth of the trace, at least 16 and at most 128.
+        Tokens back from which on a position is distant; None is an eighth of the trace, at least 64 and at most 128, in
+        traces of less than 256 tokens a quarter, at least 16.
     sinks
         Take this many first positions as sinks; None detects them.
     sink_share
@@ -120,7 +121,10 @@ class AnalyzeOptions:
 
     def window_of(self, length: int) -> int:
         """W, the tokens back from which on a position is distant, in a trace of ``length`` tokens."""
-        return self.window if self.window is not None else max(16, min(128, length // 8))
+        if self.window is not None:
+            return self.window
+        # An eighth, but not so little in a short trace that the sentence before last is distant.
+        return max(16, min(64, length // 4), min(128, length // 8))
 
 
 MOST_TARGETS = 64

@@ -46,7 +46,8 @@ def analyze(
     window: Annotated[
         int | None,
         typer.Option(
-            help="Tokens back from which on a position is distant. Default: an eighth of the trace, 16 to 128.",
+            help="Tokens back from which on a position is distant. Default: an eighth of the trace, 64 to 128; a "
+            "quarter of a short one.",
             rich_help_panel=REVISITS,
         ),
     ] = None,
