@@ -11,10 +11,21 @@ PYTEST_ARGS ?=
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: test demo lint types format test-oldest test-peers bench bench-quick bench-peers install clean
+.PHONY: test test-js test-browser demo lint types format test-oldest test-peers bench bench-quick bench-peers install clean
 
+# The browser has a target of its own.
 test: install
-	$(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --ignore tests/browser $(PYTEST_ARGS)
+
+# The report's front end: ESLint, and its modules under node's test runner.
+test-js: node_modules/installed
+	npm run --silent lint
+	npm run --silent test
+
+# The report in Debian's Chromium.
+test-browser: install
+	command -v chromium > /dev/null || { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium; }
+	$(BIN)/python -m pytest tests/browser $(PYTEST_ARGS)
 
 # Records, and shows, a first trace without the network.
 demo: install
@@ -53,7 +64,7 @@ install: $(VENV)/installed
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev,gguf,dask,ray]'
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev,browser,gguf,dask,ray]'
 	touch $@
 
 $(OLDEST)/installed: pyproject.toml constraints.txt constraints-oldest.txt
@@ -69,5 +80,9 @@ $(PEERS)/installed: pyproject.toml constraints.txt constraints-oldest.txt
 	    $$(grep '^transformers==' constraints-oldest.txt) -e '.[test]'
 	touch $@
 
+node_modules/installed: package.json
+	npm install --no-package-lock --no-audit --no-fund --silent
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(OLDEST) $(PEERS) build dist .mypy_cache .ruff_cache .pytest_cache
+	rm -rf node_modules $(VENV) $(OLDEST) $(PEERS) build dist .mypy_cache .ruff_cache .pytest_cache

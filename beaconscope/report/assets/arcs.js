@@ -216,7 +216,7 @@ function fillDetail(list, store, looks, jump) {
     el("li", {}, el("button", { type: "button", class: evicted ? "span gone" : "span", onclick: () => jump(start) },
       el("span", { class: "amount" }, percent(mass, 1)),
       el("span", { class: "bar", style: `--share:${Math.min(1, mass / biggest).toFixed(3)}` }),
-      el("span", { class: "text" }, context(data, start, stop)),
+      el("span", { class: "text" }, around(data, start, stop)),
       el("span", { class: "where" }, `${count(start)}${note}`),
     ));
   const lookers = looks.lookers.slice(0, 5);
@@ -249,7 +249,7 @@ function fillDetail(list, store, looks, jump) {
 }
 
 /** Text of a span, with a little of what is around it where it is short. */
-function context(data, start, stop) {
+function around(data, start, stop) {
   if (stop - start >= 4) return data.snippet(start, stop, 60);
   return data.snippet(Math.max(0, start - 2), Math.min(data.length, stop + 2), 60);
 }

@@ -5,10 +5,10 @@ export function linear([d0, d1], [r0, r1]) {
   return (value) => r0 + (value - d0) * slope;
 }
 
-/** About `count` round numbers from low to high. */
-export function ticks(low, high, count = 5) {
+/** About so many round numbers from low to high. */
+export function ticks(low, high, about = 5) {
   if (!(high > low)) return [low];
-  const raw = (high - low) / Math.max(1, count);
+  const raw = (high - low) / Math.max(1, about);
   const power = 10 ** Math.floor(Math.log10(raw));
   const step = [1, 2, 5, 10].map((factor) => factor * power).find((each) => each >= raw * 0.999);
   const found = [];

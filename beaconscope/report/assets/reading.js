@@ -102,10 +102,10 @@ export function makeReading(parent, store, looks) {
       const strength = Math.min(1, value / measure.most);
       style = `background:${withAlpha(measure.key === "lost_share" ? colours.loss : colours.accent, 0.06 + 0.42 * strength)}`;
     }
-    const mark = marks.get(position);
+    const marked = marks.get(position);
     const names = ["tok"];
     if (data.revisitAt.has(position)) names.push("trt");
-    if (mark) names.push(mark);
+    if (marked) names.push(marked);
     if (position === store.state.token) names.push("chosen");
     return el("span", { class: names.join(" "), style: style || null, "data-t": String(position) }, text || "·");
   }

@@ -1,0 +1,325 @@
+"""A report in a real browser: every view draws, every control works, nothing leaves the page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from beaconscope.trace import Trace
+from tests.browser.conftest import Watched
+
+CANVASES = ["minimap", "looks", "attention", "heads", "space", "beacons"]
+VIEWS = [*CANVASES, "text", "revisits", "clusters", "tradeoff", "card"]
+
+
+def state(page: Any, name: str) -> Any:
+    return page.evaluate(f"window.beaconscope.state.{name}")
+
+
+def settle(page: Any) -> None:
+    page.evaluate(
+        "() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => setTimeout(done))))"
+    )
+
+
+def colours(page: Any, view: str) -> int:
+    """How many colours a view's canvas shows."""
+    return int(
+        page.evaluate(
+            """(view) => { const c = document.querySelector(`#view-${view} canvas`);
+            const { data } = c.getContext("2d").getImageData(0, 0, c.width, c.height);
+            return new Set(new Uint32Array(data.buffer)).size }""",
+            view,
+        )
+    )
+
+
+def test_every_view_draws_in_both_themes(watched: Watched, balcony_page: Path) -> None:
+    page = watched.open(balcony_page)
+    for view in VIEWS:
+        page.locator(f"#view-{view}").scroll_into_view_if_needed()
+        settle(page)
+        if view in CANVASES:
+            page.wait_for_function(f"document.querySelector('#view-{view} canvas').dataset.painted")
+            assert colours(page, view) > 5, view
+    for view in ("clusters", "tradeoff"):
+        page.locator(f"#view-{view}").scroll_into_view_if_needed()
+        page.wait_for_selector(f"#view-{view} .plot[data-drawn=yes] .main-svg")
+    light = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    page.click("#theme")
+    settle(page)
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") != light
+    page.reload()
+    page.wait_for_function("document.documentElement.dataset.ready !== undefined")
+    assert page.evaluate("document.documentElement.dataset.theme") == "dark"
+    watched.clean()
+
+
+def test_what_is_drawn_is_what_is_in_the_trace(watched: Watched, balcony: Trace, balcony_page: Path) -> None:
+    tokens = balcony.tokens
+    head = balcony.head(18, 2)
+    step = 250
+    page = watched.open(balcony_page, f"#t={step}&l=18&h=2.0&p=0&o=recorded")
+    # The numbers in the panel beside the text.
+    facts = page.evaluate(
+        """() => { const all = [...document.querySelectorAll("#detail .facts > *")].map((node) => node.textContent);
+        return Object.fromEntries(all.map((name, i) => [name, all[i + 1]]).filter((_, i) => i % 2 === 0)) }"""
+    )
+    assert facts["position"] == str(step)
+    assert abs(float(facts["entropy"]) - tokens["entropy"][step]) < 0.011
+    assert abs(float(facts["surprise"]) + tokens["logprob"][step]) < 0.011
+    # The attention behind the arcs.
+    page.locator("#view-looks .tools button", has_text="Data").click()
+    rows = page.evaluate(
+        """() => [...document.querySelectorAll("#view-looks tbody tr")].map(
+        (row) => [...row.children].map((cell) => cell.textContent))"""
+    )
+    drawn = [(int(row[1]), int(row[2]), float(row[3])) for row in rows if row[0] == "looks at"]
+    for position, mass in zip(head.hit_position[step, 0], head.hit_mass[step, 0], strict=True):
+        if mass < 0.5 / 255:
+            continue
+        assert any(start <= position < stop for start, stop, _ in drawn)
+    total = sum(float(mass) for mass in head.hit_mass[step, 0])
+    assert abs(sum(mass for *_, mass in drawn) - total) < 8 * 0.5 / 255 + 1e-3
+    # Whether an entry is held, for every position of a head, after the last step.
+    held = page.evaluate(
+        """(last) => { const d = window.beaconscope.traces[0]; const head = d.headByName.get("18.2.0");
+        return Array.from({ length: last + 1 }, (_, p) => p).filter((p) => { const at = d.evictedAt(head, p);
+        return at === null || at > last }) }""",
+        balcony.length - 1,
+    )
+    assert held == balcony.kept(18, 2, balcony.length - 1).tolist()
+    # The text that is on the screen.
+    shown = page.evaluate("[...document.querySelectorAll('#pane .tok')].map((t) => [+t.dataset.t, t.textContent])")
+    assert len(shown) > 50
+    for position, text in shown:
+        assert text.replace("↵", "\n").strip() in (str(tokens["token"][position]).strip(), "·")
+    watched.clean()
+
+
+def test_a_pixel_of_the_map_is_a_hit(watched: Watched, balcony: Trace, balcony_page: Path) -> None:
+    page = watched.open(balcony_page, "#t=250&l=18&h=2.0&p=0&o=recorded&z=240-260")
+    page.locator("#view-attention").scroll_into_view_if_needed()
+    settle(page)
+    cells = page.evaluate(
+        "(() => { const { most, size, start } = window.beaconscope.views.attention.cells();"
+        " return { most: [...most], size, start } })()"
+    )
+    assert (cells["size"], cells["start"]) == (20, 240)
+    head = balcony.head(18, 2)
+    for row in range(20):
+        meant = [0] * 20
+        for position, mass in zip(head.hit_position[240 + row, 0], head.hit_mass[240 + row, 0], strict=True):
+            if 240 <= position < 260:
+                meant[position - 240] = round(float(mass) * 255)
+        assert cells["most"][row * 20 : row * 20 + 20] == meant
+
+
+def test_one_selection_for_all_views(watched: Watched, balcony_page: Path) -> None:
+    page = watched.open(balcony_page)
+    first = page.locator("#view-revisits tbody tr").first
+    first.scroll_into_view_if_needed()
+    page.locator("#view-revisits tbody tr").nth(2).click()
+    settle(page)
+    token = state(page, "token")
+    assert page.locator("#view-revisits tr[aria-selected=true]").get_attribute("data-position") == str(token)
+    assert page.locator(".tok.chosen").get_attribute("data-t") == str(token)
+    assert f"t={token}" in page.url
+    assert str(token) in page.locator("#readout").inner_text()
+    page.locator(".tok").nth(40).click()
+    settle(page)
+    chosen = state(page, "token")
+    assert chosen != token
+    # A link to a finding opens at the finding.
+    again = watched.open(balcony_page, page.url.split("html", 1)[1])
+    assert state(again, "token") == chosen
+    page.evaluate("location.hash = '#t=12&l=9&h=1.1&p=0'")
+    page.wait_for_function("window.beaconscope.state.token === 12")
+    assert page.evaluate("window.beaconscope.store.head.name") == "9.1.1"
+    watched.clean()
+
+
+def test_everything_by_keyboard(watched: Watched, balcony_page: Path) -> None:
+    page = watched.open(balcony_page, "#t=200")
+    keys = page.keyboard
+
+    def after(key: str, name: str) -> Any:
+        keys.press(key)
+        settle(page)
+        return state(page, name)
+
+    assert after("ArrowRight", "token") == 201
+    assert after("ArrowLeft", "token") == 200
+    sentence = state(page, "sentence")
+    assert after("]", "sentence") == sentence + 1
+    assert after("ArrowUp", "sentence") == sentence
+    revisits = page.evaluate("window.beaconscope.traces[0].revisitPositions")
+    start = state(page, "token")
+    assert after("n", "token") == next(position for position in revisits if position > start)
+    assert after("p", "token") == max(position for position in revisits if position < state(page, "token"))
+    head = state(page, "head")
+    assert after("l", "head") != head
+    assert state(page, "pooled") is False
+    assert after("a", "pooled") is True
+    assert after("h", "head") is not None
+    assert after("o", "over") == "recorded"
+    assert after("+", "zoom") is not None
+    assert after("0", "zoom") is None
+    until = page.evaluate("window.beaconscope.views.space.until()")
+    keys.press(" ")
+    page.wait_for_function(f"window.beaconscope.views.space.until() !== {until}")
+    keys.press(" ")
+    keys.press("?")
+    assert page.locator("#help").is_visible()
+    keys.press("Escape")
+    assert page.locator("#help").is_hidden()
+    keys.press("/")
+    keys.type("budget")
+    keys.press("Enter")
+    settle(page)
+    assert "budget" in page.evaluate(
+        "(() => { const s = window.beaconscope.state.token; const d = window.beaconscope.traces[0];"
+        " return d.token(s) + d.token(s + 1) })()"
+    )
+    keys.press("Escape")
+    theme = page.evaluate("document.documentElement.dataset.theme")
+    keys.press("t")
+    assert page.evaluate("document.documentElement.dataset.theme") != theme
+    # Every control can be reached and says what it is.
+    unnamed = page.evaluate(
+        """() => [...document.querySelectorAll("button, input, select, canvas")].filter((node) =>
+        !(node.getAttribute("aria-label") || node.textContent.trim() || node.title || node.labels?.length)
+        && node.offsetParent).map((node) => node.outerHTML.slice(0, 80))"""
+    )
+    assert unnamed == []
+    watched.clean()
+
+
+def test_controls_of_the_views(watched: Watched, balcony_page: Path) -> None:
+    page = watched.open(balcony_page)
+    for option in ("distant_share", "entropy", "surprise", "lost_share", "beacon", "score"):
+        page.select_option("#view-text select", option)
+    page.click("#view-looks button[data-value=recorded]")
+    page.click("#view-looks [aria-label='Heads'] button[data-value=false]")
+    page.click("#view-looks [aria-label='Looked at'] button[data-value=true]")
+    settle(page)
+    assert (state(page, "over"), state(page, "pooled")) == ("recorded", False)
+    page.locator("#view-heads").scroll_into_view_if_needed()
+    for option in ("event_rate", "distant_share", "silhouette", "coverage", "retrieval", "kurtosis"):
+        page.select_option("#view-heads select", option)
+    before = state(page, "head")
+    box = page.locator("#view-heads canvas").bounding_box()
+    page.mouse.click(box["x"] + 70, box["y"] + 40)
+    settle(page)
+    assert state(page, "head") != before
+    page.locator("#view-space").scroll_into_view_if_needed()
+    page.click("#view-space button[data-value=post-rope]")
+    for option in ("phase", "beacon", "trt"):
+        page.select_option("#view-space select", option)
+    page.locator("#view-space input[type=range]").evaluate(
+        "(n) => { n.value = 200; n.dispatchEvent(new Event('input')) }"
+    )
+    assert page.evaluate("window.beaconscope.views.space.until()") == 200
+    page.locator("#view-beacons canvas").focus()
+    page.keyboard.press("ArrowDown")
+    settle(page)
+    assert state(page, "beacon").startswith("q")
+    assert "Protects" in page.locator("#view-beacons .about").inner_text()
+    page.locator("#view-attention").scroll_into_view_if_needed()
+    box = page.locator("#view-attention canvas").bounding_box()
+    page.mouse.move(box["x"] + 150, box["y"] + 150)
+    page.mouse.down()
+    page.mouse.move(box["x"] + 300, box["y"] + 280, steps=4)
+    page.mouse.up()
+    settle(page)
+    assert state(page, "zoom") is not None
+    page.fill("#view-revisits input", "zzz nothing")
+    assert page.locator("#view-revisits tbody tr").count() == 0
+    page.fill("#view-revisits input", "")
+    page.click("#view-revisits th button[data-key=position]")
+    positions = page.evaluate(
+        "[...document.querySelectorAll('#view-revisits tbody tr')].map((r) => +r.dataset.position)"
+    )
+    assert positions == sorted(positions)
+    box = page.locator("#view-minimap canvas").bounding_box()
+    page.locator("#view-minimap").scroll_into_view_if_needed()
+    box = page.locator("#view-minimap canvas").bounding_box()
+    page.mouse.click(box["x"] + box["width"] / 2, box["y"] + 20)
+    settle(page)
+    assert abs(state(page, "token") - 170) < 20
+    watched.clean()
+
+
+@pytest.mark.parametrize(
+    ("view", "kind"), [("looks", "SVG"), ("attention", "PNG"), ("heads", "CSV"), ("tradeoff", "SVG")]
+)
+def test_charts_are_saved(watched: Watched, balcony_page: Path, view: str, kind: str) -> None:
+    page = watched.open(balcony_page)
+    page.locator(f"#view-{view}").scroll_into_view_if_needed()
+    if view == "tradeoff":
+        page.wait_for_selector("#view-tradeoff .plot[data-drawn=yes]")
+    with page.expect_download() as download:
+        page.locator(f"#view-{view} .tools button", has_text=kind).click()
+    saved = Path(download.value.path()).read_bytes()
+    assert download.value.suggested_filename == f"{view}.{kind.lower()}"
+    assert saved.startswith({"SVG": b"<svg", "PNG": b"\x89PNG", "CSV": b"layer.KV head"}[kind])
+    watched.clean()
+
+
+def test_nothing_of_a_hostile_trace_is_executed(watched: Watched, hostile_page: Path) -> None:
+    page = watched.open(hostile_page)
+    for view in VIEWS:
+        page.locator(f"#view-{view}").scroll_into_view_if_needed()
+        for data in page.locator(f"#view-{view} .tools button", has_text="Data").all():
+            data.click()
+    page.locator(".tok").nth(2).hover()
+    page.evaluate("location.hash = '#t=0&h=\"><img src=x onerror=window.hacked=9>'")
+    settle(page)
+    assert page.evaluate("window.hacked") is None
+    assert page.locator("#main img, #main script, #tip img").count() == 0
+    texts = page.evaluate("[...document.querySelectorAll('#pane .tok')].map((t) => t.textContent)")
+    assert "</script><script>window.hacked = 1</script>" in texts
+    assert "😀" in texts
+    # What is forbidden by the page's own policy.
+    refused = page.evaluate(
+        """async () => { const tried = [];
+        try { eval("1"); tried.push("eval") } catch { /* refused */ }
+        try { await fetch("https://example.org/"); tried.push("fetch") } catch { /* refused */ }
+        const script = document.createElement("script"); script.textContent = "window.hacked = 8";
+        document.body.append(script);
+        return [...tried, window.hacked ?? "no"] }"""
+    )
+    assert refused == ["no"]
+    assert watched.requests == [] or all("example.org" in url for url in watched.requests)
+
+
+def test_a_tiny_trace_says_what_is_missing(watched: Watched, tiny_page: Path) -> None:
+    page = watched.open(tiny_page)
+    for view in VIEWS:
+        page.locator(f"#view-{view}").scroll_into_view_if_needed()
+        settle(page)
+    text = page.inner_text("main")
+    for said in ("too short for revisits", "No replay was given", "no recorded beacons", "evicted nothing", "values"):
+        assert said in text, said
+    watched.clean()
+
+
+def test_two_traces_side_by_side(watched: Watched, pair_page: Path) -> None:
+    page = watched.open(pair_page)
+    assert "A: a.parquet" in page.inner_text("#view-compare")
+    page.click("#traces button[data-value='1']")
+    settle(page)
+    assert page.evaluate("window.beaconscope.store.trace") == 1
+    assert "trace=1" in page.url
+    watched.clean()
+
+
+def test_a_phone_scrolls_one_way_only(watched: Watched, balcony_page: Path) -> None:
+    watched.page.set_viewport_size({"width": 390, "height": 844})
+    page = watched.open(balcony_page)
+    for view in VIEWS:
+        page.locator(f"#view-{view}").scroll_into_view_if_needed()
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    watched.clean()

@@ -1,0 +1,107 @@
+"""What the page is made of: hits, planes, curves, figures."""
+
+from __future__ import annotations
+
+import xml.dom.minidom
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from beaconscope.report import write_figures
+from beaconscope.report.beacons import BeaconTrack, cluster_curves
+from beaconscope.report.looks import Looks, gather
+from beaconscope.report.pack import Pack
+from beaconscope.report.space import lay_out, shown_positions
+from tests.report.made import HOSTILE, PLAIN, hostile_trace, subject
+
+
+def looks(*rows: tuple[int, int, int, float]) -> Looks:
+    step, head, source, mass = zip(*rows, strict=True)
+    return Looks(*(np.array(column, np.int32) for column in (step, head, source)), np.array(mass, np.float32))
+
+
+def test_hits_come_in_order() -> None:
+    both = gather([looks((5, 1, 2, 0.1), (3, 1, 0, 0.9)), looks((5, 0, 1, 0.2), (5, 0, 4, 0.7))])
+    assert list(zip(both.step, both.head, both.source, strict=True)) == [(3, 1, 0), (5, 0, 4), (5, 0, 1), (5, 1, 2)]
+
+
+def test_far_hits_stay_longer_than_near_ones_and_sinks() -> None:
+    every = looks((50, 0, 49, 0.9), (50, 0, 0, 0.8), (50, 0, 10, 0.3), (50, 0, 12, 0.0001))
+    # Near and sink count a quarter: 0.225, 0.2, 0.3; what rounds to nothing is left out always.
+    kept, least = every.strongest(1, window=16, sinks=[0])
+    assert kept.source.tolist() == [10] or kept.source.tolist() == []
+    assert least > 0
+    kept, least = every.strongest(3, window=16, sinks=[0])
+    assert (kept.source.tolist(), least) == ([49, 0, 10], 0.0)
+
+
+def test_a_pack_keeps_what_is_missing_missing() -> None:
+    pack = Pack()
+    pack.add_numbers("x", np.array([1.0, np.nan, 3.0, np.inf]), bits=8)
+    entry = pack.manifest["x"]
+    assert (entry["low"], entry["step"]) == (1.0, 2 / 254)
+    assert pack._parts[0][:4] == bytes([0, 255, 254, 255])
+    pack.add_numbers("none", np.full(3, np.nan))
+    with pytest.raises(ValueError, match="cannot be added"):
+        pack.add("x", np.zeros(1, np.uint8))
+
+
+def test_revisits_are_shown_before_all_others() -> None:
+    shown = shown_positions(100, 10, (np.array([3, 50]), np.array([60, 61, 62, 63])), 4, seed=0)
+    assert {3, 50} <= set(shown.tolist())
+    assert len(shown) == 4
+    assert shown_positions(20, 10, (np.array([3]),), 99, 0).tolist() == [3, *range(10, 20)]
+
+
+def test_pca_keeps_the_plane_that_queries_lie_in() -> None:
+    angle = np.linspace(0.1, 1.2, 40)
+    queries = np.stack([np.cos(angle), np.sin(angle), np.zeros(40)], axis=1)
+    plane = lay_out(queries, np.zeros(40, bool), queries[:1] * 5, umap=False, fit=100, seed=0)
+    flat = np.linalg.norm(plane.points[:, None] - plane.points[None], axis=-1)
+    assert np.allclose(flat, np.linalg.norm(queries[:, None] - queries[None], axis=-1), atol=1e-5)
+    # A centroid is scaled to length one, as queries are.
+    assert np.allclose(plane.centroids[0], plane.points[0], atol=1e-5)
+    one = lay_out(queries[:1], np.zeros(1, bool), np.zeros((0, 3)), umap=True, fit=100, seed=0)
+    assert one.method == "PCA"
+
+
+@pytest.mark.slow
+def test_umap_places_all_and_is_the_same_each_time() -> None:
+    random = np.random.default_rng(0)
+    queries = np.concatenate([random.normal(center, 0.1, (40, 6)) for center in (np.eye(6)[0], np.eye(6)[3])])
+    must = np.arange(80) % 5 == 0
+    first, again = (lay_out(queries, must, np.eye(6)[[0]], umap=True, fit=60, seed=3) for _ in range(2))
+    assert first.method == "UMAP"
+    assert np.array_equal(first.points, again.points)
+    centers = first.points[:40].mean(axis=0), first.points[40:].mean(axis=0)
+    gap = np.linalg.norm(centers[0] - centers[1])
+    assert np.linalg.norm(first.points[:40] - centers[0], axis=1).mean() < gap / 2
+    assert np.linalg.norm(first.centroids[0] - centers[0]) < np.linalg.norm(first.centroids[0] - centers[1])
+
+
+def test_curves_of_two_clear_clusters() -> None:
+    queries = np.tile(np.array([[1.0, 0.05], [0.05, 1.0]]), (20, 1))  # [40, 2], in turn
+    track = BeaconTrack(
+        step=np.array([20, 30]), count=np.array([2, 2]), source=np.array([0, 1, 0, 3]), members=np.zeros(4, np.int64),
+        centroid=np.zeros((0, 0), np.float32), nearest=np.zeros(40, np.int16), similarity=np.full(40, 0.9, np.float32),
+    )  # fmt: skip
+    curves = cluster_curves(track, queries)
+    assert curves["step"] == [20, 30]
+    assert curves["coverage"] == pytest.approx([0.9, 0.9])
+    assert curves["churn"] == [None, 0.5]
+    assert curves["silhouette"] == pytest.approx([1.0, 1.0], abs=1e-3)
+
+
+def test_figures_are_drawings_even_of_hostile_traces(tmp_path: Path) -> None:
+    trace = hostile_trace(tmp_path / "hostile.parquet")
+    (tmp_path / "figures").mkdir()
+    setting = {"policy": HOSTILE[1].decode(), "kv_bytes": 1000.0, "mass": 0.5, "spread": 0.1, "params": {}}
+    replay = {"ranked_by": "mass", "settings": [setting, setting | {"kv_bytes": 2000.0}]}
+    written = write_figures(subject(trace, replay=replay), tmp_path / "figures", PLAIN)
+    assert [path.stem for path in written] == ["overview", "attention", "heads", "queries", "beacons", "tradeoff"]
+    for path in written:
+        drawing = xml.dom.minidom.parse(str(path))
+        assert drawing.documentElement.tagName == "svg"
+        assert not drawing.getElementsByTagName("script")
+        assert not drawing.getElementsByTagName("img")
