@@ -1,13 +1,21 @@
-"""What a replay costs: many settings against one, and one pass against the matrix product that it needs.
+"""What a replay costs.
 
-Run ``python benchmarks/replay.py``; ``--quick`` takes less than a minute. Figures are seconds of the processor, one
-thread, so that a busy machine does not count.
+``python benchmarks/replay.py``: many settings against one, and one pass against the matrix product that it needs, in
+seconds of the processor, one thread, so that a busy machine does not count. ``--quick`` does it on 2 K tokens.
+
+``python benchmarks/replay.py --sweep``: a trace of 16 K tokens and 48 KV heads under 40 settings, in two processes,
+from file to result: seconds of the clock, and the most memory that both took together.
+
+``python benchmarks/replay.py --cost``: what 1, 1,000 and 1,000,000 traces of 32 K tokens cost, from what a head costs
+here at 2 K and 4 K tokens.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,11 +23,14 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
+import psutil
 import torch
 
+from beaconscope import load_trace
 from beaconscope.kv.policies import BeaconKV, ExpectedAttention, KeyDiff, Knorm, Policy, RandomEviction, SnapKV
 from beaconscope.kv.rotary import Rotary
-from beaconscope.replay import LayerData, MeasureOptions, measure_head, simulate
+from beaconscope.replay import LayerData, MeasureOptions, make_jobs, measure_head, simulate, sweep
+from beaconscope.trace import HeadBlock, Journal, LayerLayout, TokenBlock, TraceLayout, estimate_bytes
 
 LAYERS, HEADS, GROUP, SIZE, PROMPT = 2, 4, 2, 64, 200
 
@@ -103,11 +114,141 @@ def bare_product(data: LayerData) -> None:
             query @ data.key[0, head, :stop].T
 
 
+def made_trace(path: Path, length: int, layers: int, heads: int) -> None:
+    """Write a trace of random vectors, with what a replay reads and little else."""
+    layout = TraceLayout(
+        tuple(LayerLayout(layer, tuple(range(heads)), GROUP, SIZE, SIZE) for layer in range(layers)), "float32", 1
+    )
+    rotary = made_layer(1, 0).rotary.to_dict()
+    facts = {"scaling": SIZE**-0.5, "softcap": None, "sink_logit": None, "window": None, "kv_heads": heads}
+    metadata = {
+        "model": {"id": "made-up", "dtype": "bfloat16"},
+        "prompt": "",
+        "prompt_length": PROMPT,
+        "options": {},
+        "rotary": {"kinds": [rotary], "layers": {str(layer): 0 for layer in range(layers)}},
+        "attention": {str(layer): facts for layer in range(layers)},
+    }
+    draw = np.random.default_rng(0)
+    with Journal.create(path, layout, metadata) as journal:
+        for first in range(0, length, 512):
+            size = min(512, length - first)
+            number = np.zeros(size, np.float32)
+            journal.append_tokens(TokenBlock(first, np.zeros(size, np.int32), [b"a"] * size, number, number))
+            shape = (size, heads, GROUP)
+            none, hits = np.zeros(shape, np.float32), np.zeros((*shape, 1), np.float32)
+            for layer in range(layers):
+                query, key, value = (
+                    draw.standard_normal(each, np.float32)
+                    for each in ((*shape, SIZE), (size, heads, SIZE), (size, heads, SIZE))
+                )
+                unassigned = np.full(shape, -1, np.int16)
+                journal.append(
+                    HeadBlock(
+                        layer, first, query, key, value, unassigned, none, none, none, none, hits.astype(np.int32), hits
+                    )
+                )
+        journal.finalize({})
+
+
+class PeakMemory:
+    """The most memory that this process and its children held together, looked at now and then."""
+
+    def __init__(self) -> None:
+        self.most = 0
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> PeakMemory:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._done.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._done.wait(0.2):
+            total = 0
+            for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:
+                try:
+                    # Pages that processes share are divided among them.
+                    total += process.memory_full_info().pss
+                except psutil.Error:
+                    continue
+            self.most = max(self.most, total)
+
+
+def run_sweep(quick: bool) -> None:
+    length, layers, heads = (2048, 2, 4) if quick else (16384, 6, 8)
+    settings = settings_of(length)
+    settings = [*settings[:50:2], *settings[50::3][:15]]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.parquet"
+        made_trace(path, length, layers, heads)
+        print(f"{length} tokens, {layers * heads} KV heads x {GROUP} query heads of {SIZE}, {len(settings)} settings")
+        print(f"trace on disk          {path.stat().st_size / 1e9:8.2f} GB")
+        started = time.perf_counter()
+        with PeakMemory() as memory:
+            found = sweep(make_jobs(load_trace(path), settings), workers=2)
+        print(f"seconds, two processes {time.perf_counter() - started:8.1f}")
+        print(f"memory, all together   {memory.most / 1e9:8.2f} GB")
+        assert len(found.settings) == len(settings) * layers * heads
+
+
+def run_cost() -> None:
+    """Fit what a head costs, and scale it: attention grows with the square of the length, a simulation with the length.
+
+    A setting adds to the first what it costs to measure, and all of the second.
+    """
+    cost: dict[str, list[float]] = {"attention": [], "measure": [], "simulate": []}
+    for length in (2048, 4096):
+        layer = made_layer(length, 0)
+        one = [next(policy for policy in settings_of(length) if isinstance(policy, BeaconKV) and policy.beacons == 16)]
+        many = [*one, *settings_of(length)[::5]]
+        _, alone = replay([layer], one)
+        simulating, together = replay([layer], many)
+        pairs = length**2 / 2 * HEADS * GROUP * SIZE
+        cost["attention"].append(alone / pairs)
+        cost["measure"].append((together - alone) / (len(many) - 1) / pairs)
+        cost["simulate"].append(simulating / len(many) / (length * HEADS * GROUP * SIZE))
+    for name, values in cost.items():
+        print(f"{name:<10} {values[0]:.2e} at 2 K tokens, {values[1]:.2e} at 4 K; the latter is scaled")
+    length, layers, heads, group, size, settings = 32768, 6, 8, 4, 128, 40
+    width = layers * heads * group * size
+    attention, measure, simulate_ = (values[-1] for values in cost.values())
+    per_trace = width * (length**2 / 2 * (attention + settings * measure) + length * settings * simulate_)
+    layout = TraceLayout(
+        tuple(LayerLayout(layer, tuple(range(heads)), group, size, size) for layer in range(layers)), "float32", 8
+    )
+    on_disk = estimate_bytes(layout, length, model_dtype="torch.bfloat16")
+    results = 200 * settings * layers * heads
+    worker = 4 * heads * length * size * (group + 2)
+    print(f"\n{length} tokens, {layers} layers x {heads} KV heads x {group} query heads of {size}, {settings} settings")
+    print(f"a worker's vectors: {worker / 1e9:.2f} GB; give it twice that")
+    print(f"{'traces':>9} {'core hours':>12} {'on 2 cores':>12} {'on 1000':>12} {'traces, GB':>12} {'results, GB':>12}")
+    for traces in (1, 1_000, 1_000_000):
+        hours = traces * per_trace / 3600
+        # One layer is a job, so that more processes than layers do not help a single trace.
+        cells = (hours, hours / min(2, layers * traces), hours / min(1000, layers * traces))
+        sizes = (traces * on_disk / 1e9, traces * results / 1e9)
+        print(f"{traces:>9} " + " ".join(f"{cell:>11.3g}h" for cell in cells) + "".join(f"{x:>13.3g}" for x in sizes))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="2 K tokens in place of 8 K")
-    quick = parser.parse_args().quick
+    parser.add_argument("--sweep", action="store_true", help="16 K tokens, 48 KV heads, 40 settings, two processes")
+    parser.add_argument("--cost", action="store_true", help="what many traces of 32 K tokens cost")
+    arguments = parser.parse_args()
+    quick = arguments.quick
     torch.set_num_threads(1)
+    if arguments.sweep:
+        run_sweep(quick)
+        return
+    if arguments.cost:
+        run_cost()
+        return
     length = 2048 if quick else 8192
     layers = [made_layer(length, layer) for layer in range(LAYERS)]
     many = settings_of(length)

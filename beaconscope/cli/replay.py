@@ -182,6 +182,8 @@ def replay(
     if grid is not None and (policy or lists):
         raise UsageError("--grid holds all settings; leave out --policy and the lists beside it")
 
+    terminal = Terminal(quiet, verbose)
+    quieten_libraries(terminal)
     from beaconscope import load_trace
     from beaconscope.engines import check_engine
     from beaconscope.replay import (
@@ -196,7 +198,11 @@ def replay(
     )
 
     check_engine(engine, jobs, address)
-    terminal = Terminal(quiet, verbose)
+    parts = None if output is None else Parts(output.with_name(f"{output.name}.parts"))
+    if parts is not None and parts.folder.exists() and not (resume or force):
+        raise BeaconScopeError(
+            f"a stopped sweep left {parts.folder}; give --resume to go on with it, or --force to start anew"
+        )
     loaded = [load_trace(path) for path in traces]
     settings = _settings(policy, lists, grid, min(trace.length for trace in loaded))
     options = MeasureOptions(hits, regret_mass, 64 if output_every is None else output_every)
@@ -208,12 +214,7 @@ def replay(
     for trace in loaded:
         revisits = _revisits(trace, analysis, terminal) if trt else []
         work += _jobs(trace, everything, revisits, options, layers, heads, per_token, device)
-    parts = None if output is None else Parts(output.with_name(f"{output.name}.parts"))
-    if parts is not None and parts.folder.exists() and not resume:
-        if not force:
-            raise BeaconScopeError(
-                f"a stopped sweep left {parts.folder}; give --resume to go on with it, or --force to start anew"
-            )
+    if parts is not None and not resume:
         parts.remove()
     with terminal.progress("Replaying", "layers") as report:
         found = sweep(
@@ -252,7 +253,8 @@ def replay(
         wrote = Terminal(quiet or json, verbose)
         if per_token:
             wrote.wrote(_tokens_path(output))
-        wrote.wrote(output, "beaconscope", "info", str(traces[0]))
+        next_command = ("beaconscope", "report", str(traces[0]), "--replay", str(output)) if len(traces) == 1 else ()
+        wrote.wrote(output, *next_command)
 
 
 def _tokens_path(output: Path) -> Path:
@@ -333,8 +335,8 @@ def _revisits(trace: Trace, analysis: Path | None, terminal: Terminal) -> list[i
 
 def _load(trace: Trace, model: str | None, device: str, terminal: Terminal) -> LoadedModel:
     """The model of a trace, in the type that it was recorded in."""
-    quieten_libraries(terminal)
     from beaconscope.models import LoadOptions, load_model
+    from beaconscope.record import check_model
 
     described = trace.metadata["model"]
     terminal.note(f"Loading {model or described['id']}.")
@@ -345,7 +347,9 @@ def _load(trace: Trace, model: str | None, device: str, terminal: Terminal) -> L
         dtype=described["dtype"],
         device=device,
     )
-    return load_model(options)
+    loaded = load_model(options)
+    check_model(loaded.model, trace)
+    return loaded
 
 
 def _run_again(loaded: LoadedModel, trace: Trace, settings: list[Policy], terminal: Terminal) -> list[dict[str, Any]]:

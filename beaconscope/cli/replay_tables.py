@@ -14,6 +14,8 @@ from beaconscope.cli.terminal import in_bytes, printable
 from beaconscope.replay import Answer
 
 _PLAIN_WIDTH = 120
+_NAME_WIDTH = 34
+"""Letters of a setting's name that columns of numbers leave room for; longer ones are broken."""
 _SAID = 200
 """Letters of an answer that are shown."""
 
@@ -23,8 +25,8 @@ def show_replay(table: pd.DataFrame, answer: Answer, top: int) -> None:
     console = _console()
     for budget in table["budget"].drop_duplicates():
         rows = table[table["budget"].isna() if pd.isna(budget) else table["budget"] == budget]
-        title = "No budget" if pd.isna(budget) else f"Budget {budget:.0f}"
-        _print(console, title, rows.head(top), answer.figure)
+        title = "Without a budget" if pd.isna(budget) else f"Budget {budget:.0f}"
+        _print(console, title, rows.head(top), answer.figure, budget)
     front = table[table["pareto"]].sort_values("kv_bytes")
     _print(console, "Pareto front: most kept for the memory", front, answer.figure)
     console.print()
@@ -51,7 +53,7 @@ def show_live(table: pd.DataFrame, answer: Answer, checked: Sequence[Mapping[str
         diverges = "never" if free["first_divergence"] is None else f"token {free['first_divergence']}"
         right = {None: "", True: ", right", False: ", wrong"}[free["right"]]
         shown.add_row(
-            Text(each["setting"]),
+            _foldable(each["setting"]),
             _number(figure.get(each["setting"], float("nan"))),
             f"{forced['kl']:.3f}",
             f"{forced['perplexity']:.2f}",
@@ -65,7 +67,8 @@ def show_live(table: pd.DataFrame, answer: Answer, checked: Sequence[Mapping[str
     console.print("KL (nats), perplexity and same top: on the recorded text. Diverges and answer: writing by itself.")
     for each in checked:
         said = printable(each["free"]["answer"])
-        console.print(Text(f"{each['setting']}: {said if len(said) <= _SAID else said[:_SAID] + ' ...'}"))
+        said = said if len(said) <= _SAID else f"{said[:_SAID]} ..."
+        console.print(Text(f"{each['setting']}: {said or '(no answer)'}"))
 
 
 def _console() -> Console:
@@ -79,28 +82,48 @@ def _table(title: str) -> Table:
     return shown
 
 
-def _print(console: Console, title: str, rows: pd.DataFrame, figure: str) -> None:
-    shown = _table(title)
-    names = ["TRT mass", "mass", "spread", "to oracle", "over random", "hits", "error", "regrets", "memory"]
+def _print(console: Console, title: str, rows: pd.DataFrame, figure: str, budget: float | None = None) -> None:
+    """Print a table of settings; in one of a single ``budget`` the names need not say it."""
+    cells = {
+        "TRT mass": rows["mass_trt"].map(_number),
+        "mass": rows["mass"].map(_number),
+        "to oracle": rows["to_oracle"].map(_number),
+        "memory": rows["kv_bytes"].map(in_bytes),
+        "over random": rows["over_random"].map(_number),
+        "spread": rows["spread"].map(_number),
+        "regrets": rows["regrets"].map(_number),
+        "hits": rows["hit_rate"].map(_number),
+        "error": rows["output_error"].map(_number),
+    }
     if figure == "mass":
-        names.remove("TRT mass")
-    for name in names:
+        del cells["TRT mass"]
+    names = [_without_budget(name, budget) for name in rows["setting"]]
+    shown = _table(title)
+    # On a narrow terminal the last ones are left out: --json and the file have all.
+    room = console.width - min(max(map(len, names), default=0), _NAME_WIDTH)
+    for name, column in cells.items():
+        room -= 2 + max(len(name), column.str.len().max() if len(column) else 0)
+        if room < 0:
+            break
         shown.add_column(name, justify="right", no_wrap=True)
-    for _, row in rows.iterrows():
-        cells = {
-            "TRT mass": _number(row["mass_trt"]),
-            "mass": _number(row["mass"]),
-            "spread": _number(row["spread"]),
-            "to oracle": _number(row["to_oracle"]),
-            "over random": _number(row["over_random"]),
-            "hits": _number(row["hit_rate"]),
-            "error": _number(row["output_error"]),
-            "regrets": _number(row["regrets"]),
-            "memory": in_bytes(row["kv_bytes"]),
-        }
-        shown.add_row(Text(str(row["setting"])), *(cells[name] for name in names))
+    count = len(shown.columns) - 1
+    for name, row in zip(names, zip(*cells.values(), strict=True), strict=True):
+        shown.add_row(_foldable(name), *row[:count])
     console.print()
     console.print(shown)
+
+
+def _without_budget(setting: str, budget: float | None) -> str:
+    if budget is None or pd.isna(budget):
+        return setting
+    policy, _, params = setting.partition(":")
+    left = [param for param in params.split(",") if param != f"budget={budget:.0f}"]
+    return f"{policy}:{','.join(left)}" if left else policy
+
+
+def _foldable(setting: str) -> Text:
+    """The name of a setting, broken after commas where it must be."""
+    return Text(setting.replace(",", ", "))
 
 
 def _number(value: float) -> str:

@@ -1,6 +1,6 @@
 """Record: drive a model with a cache and write what happens to a trace."""
 
-from beaconscope.record.live_check import Forced, Free, LiveCheck, check_live
+from beaconscope.record.live_check import Forced, Free, LiveCheck, check_live, check_model
 from beaconscope.record.many import record_with_workers
 from beaconscope.record.options import RecordOptions, Sampling
 from beaconscope.record.prompts import Prompt
@@ -14,6 +14,7 @@ __all__ = [
     "RecordOptions",
     "Sampling",
     "check_live",
+    "check_model",
     "record",
     "record_prompts",
     "record_with_workers",

@@ -110,7 +110,7 @@ def check_live(
     BeaconScopeError
         When the trace is of another model, or nothing was generated.
     """
-    _check_model(model, trace)
+    check_model(model, trace)
     tapped = tap(model)
     ids = [int(token) for token in trace.tokens["token_id"]]
     prompt, generated = ids[: trace.prompt_length], ids[trace.prompt_length :]
@@ -282,8 +282,8 @@ def _compared(tokens: list[int], full: list[int], answer: str, full_answer: str,
     )
 
 
-def _check_model(model: PreTrainedModel, trace: Trace) -> None:
-    """Refuse a model that is not the trace's.
+def check_model(model: PreTrainedModel, trace: Trace) -> None:
+    """Refuse a model that is not the one that a trace was recorded with, as far as their sizes tell.
 
     Raises
     ------

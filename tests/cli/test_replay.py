@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pandas as pd
+import pyarrow.parquet as pq
 import pytest
 
 from beaconscope.kv.policies import POLICIES, Full
@@ -32,7 +33,8 @@ SMALL = ("--budget", "24,40", "--interval", "8", "--recent", "4", "--beacons", "
 def test_a_replay_ranks_settings_and_answers(run, trace):
     result = run("replay", trace, *SMALL)
     assert result.exit_code == 0, result.output
-    for words in ("Budget 24", "Budget 40", "Pareto front", "oracle:budget=24", "teacher-forced", "random eviction"):
+    tables = ("Budget 24", "Budget 40", "Pareto front", "oracle:interval=8", "beacon:budget=40, interval=8")
+    for words in (*tables, "teacher-forced", "random eviction"):
         assert words in result.stdout
     assert [path.name for path in trace.parent.iterdir() if path.suffix == ".parquet"] == ["t.parquet"]
 
@@ -105,6 +107,9 @@ def test_nothing_is_overwritten_and_a_stopped_sweep_is_not_lost(run, trace):
         (("--resume",), 2, "--output"),
         (("--jobs", "0"), 2, "at least 1"),
         (("--address", "tcp://127.0.0.1:9"), 2, "--engine dask"),
+        (("--model", "tiny-reasoner"), 2, "--model goes with --live"),
+        (("--engine", "dask", "--address", "127.0.0.1:9"), 1, "no Dask scheduler answers at 127.0.0.1:9"),
+        (("--engine", "ray", "--address", "127.0.0.1:9"), 1, "no Ray cluster answers at 127.0.0.1:9"),
         (("--hits", "0"), 2, "at least 1"),
         (("--analysis", "t.parquet"), 1, "is no analysis"),
         (("-o", "nowhere/r.parquet"), 1, "does not exist"),
@@ -125,6 +130,40 @@ def test_output_errors_without_values_are_refused(run, here):
     assert result.exit_code == 2
     assert "needs values" in result.stderr
     assert run("replay", "t.parquet", *SMALL, "--no-trt", "-q").exit_code == 0
+
+
+def test_the_best_settings_are_run_with_the_model(run, trace, model_folder):
+    arguments = (
+        "--policy",
+        "beacon,streaming-llm",
+        *SMALL[:4],
+        "--no-controls",
+        "--no-trt",
+        "--live",
+        "--model",
+        model_folder,
+    )
+    result = run("replay", trace, *arguments, "--live-settings", "2", "-o", "r.parquet")
+    assert result.exit_code == 0, result.output
+    assert "Run with the model, against the full cache" in result.stdout
+    printed = json.loads(run("replay", trace, *arguments, "--live-settings", "2", "--json").stdout)["live"]
+    assert printed[0]["setting"] == "full"
+    # The best of each budget.
+    assert {each["setting"].partition(":")[2].partition(",")[0] for each in printed[1:]} == {"budget=24", "budget=40"}
+    assert printed[0]["forced"]["kl"] == 0
+    assert all(each["forced"]["kl"] > 0 for each in printed[1:])
+    stored = json.loads(pq.read_schema("r.parquet").metadata[b"beaconscope.replay"])
+    assert stored["live"] == printed
+
+
+@pytest.mark.parametrize(
+    ("model", "words"), [("nowhere/model", "cannot load the model"), ("tiny-reasoner", "of another model")]
+)
+def test_a_model_that_cannot_be_run_is_said_before_the_sweep(run, trace, model, words, monkeypatch):
+    monkeypatch.setattr("beaconscope.replay.sweep", None)
+    result = run("replay", trace, *SMALL, "--no-trt", "--live", "--model", model)
+    assert result.exit_code == 1
+    assert words in result.stderr.splitlines()[-1]
 
 
 def test_policies_are_listed_with_their_defaults(run):

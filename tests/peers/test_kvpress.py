@@ -22,7 +22,10 @@ TOKENS, BUDGET = 96, 48
 # Ours, and the peer's with the same parameters. A compression of theirs keeps int(96 * 0.5) entries.
 PAIRS = {
     "streaming-llm": (StreamingLLM(budget=BUDGET), lambda: kvpress.StreamingLLMPress(0.5, n_sink=4)),
-    "snapkv": (SnapKV(budget=BUDGET, interval=1, window=16), lambda: kvpress.SnapKVPress(0.5, window_size=16, kernel_size=5)),
+    "snapkv": (
+        SnapKV(budget=BUDGET, interval=1, window=16),
+        lambda: kvpress.SnapKVPress(0.5, window_size=16, kernel_size=5),
+    ),
     # The peer never drops the newest entry.
     "tova": (TOVA(budget=BUDGET, recent=1), lambda: kvpress.TOVAPress(0.5)),
     "keydiff": (KeyDiff(budget=BUDGET, interval=1), lambda: kvpress.KeyDiffPress(0.5)),

@@ -109,7 +109,7 @@ def test_the_answer_says_what_wins_and_whether_beacons_matter():
 def test_without_revisits_all_queries_count():
     frame = frame_of(MASSES, trts=0)
     assert ranked_by(frame) == "mass"
-    assert "no token revisits" in answer(frame, [BEACON]).text
+    assert "no revisiting token is known" in answer(frame, [BEACON]).text
 
 
 def test_an_answer_without_beacons_or_controls():
