@@ -103,7 +103,7 @@ def replay(
     output_every: Annotated[
         int | None,
         typer.Option(
-            help="Output error of every so many queries, and of every revisiting one; 0 for never. Default: 64.",
+            help="Output error of every so many queries, and of every revisiting one; 0 for never. Default: 64 in all.",
             rich_help_panel=WHAT,
         ),
     ] = None,
@@ -205,7 +205,7 @@ def replay(
         )
     loaded = [load_trace(path) for path in traces]
     settings = _settings(policy, lists, grid, min(trace.length for trace in loaded))
-    options = MeasureOptions(hits, regret_mass, 64 if output_every is None else output_every)
+    options = MeasureOptions(hits, regret_mass, output_every)
     if output_every and not all(trace.has_values for trace in loaded):
         raise UsageError("the output error needs values, which were not recorded; leave out --output-every")
     tapped = _load(loaded[0], model, device, terminal) if live else None

@@ -34,6 +34,8 @@ _MOST_QUERIES = 128
 """Queries in a block at most."""
 _LEAST_QUERIES = 32
 """Queries that a block is not cut below; products of fewer rows are slow."""
+_SAMPLED = 64
+"""Queries whose output error is measured where nothing else is asked for."""
 _GROUP = 32
 """Entries of a group of which only the largest weight is looked at first."""
 
@@ -46,15 +48,16 @@ class MeasureOptions:
     """M, the most attended positions of a query that count as its hits."""
     regret_mass: float = 0.05
     """A query that gives an evicted entry at least this much regrets it."""
-    output_every: int = 64
-    """Measure the output error of every so many queries, and of every TRT; it costs more than the rest. 0: never."""
+    output_every: int | None = None
+    """Measure the output error of every so many queries, and of every TRT; it costs more than the rest. None: of about
+    64 queries, evenly spaced. 0: never."""
 
     def __post_init__(self) -> None:
         if self.hits < 1:
             raise UsageError(f"hits is {self.hits}; give at least 1")
         if not 0 < self.regret_mass <= 1:
             raise UsageError(f"regret-mass is {self.regret_mass}; give more than 0 and at most 1")
-        if self.output_every < 0:
+        if self.output_every is not None and self.output_every < 0:
             raise UsageError(f"output-every is {self.output_every}; give 0 (never) or more")
 
 
@@ -92,6 +95,7 @@ def measure_head(
     settings = _Settings(head, kept)
     first, length = data.prompt_length, data.length
     value = None if data.value is None else data.value[0, head]
+    every = max(1, (length - first) // _SAMPLED) if options.output_every is None else options.output_every
     attention = _Attention(data, head)
     parts: list[tuple[Tensor, ...]] = []
     for start, stop in _blocks(first, length, data.query.shape[2], kept):
@@ -99,7 +103,7 @@ def measure_head(
         gone = settings.at(start, stop)
         hit_rate, regrets, delay = _hits(*block.top(options.hits), gone, options)
         error = torch.full((len(kept), stop - start), float("nan"), device=block.weight.device)
-        chosen = _chosen(start, stop, first, revisits, options.output_every).to(block.weight.device)
+        chosen = _chosen(start, stop, first, revisits, every).to(block.weight.device)
         if value is not None and len(chosen):
             error[:, chosen] = _output_error(block.rows(chosen), gone, chosen, value[:stop])
         parts.append((_mass(block.mean(), gone), hit_rate, error, regrets, delay))

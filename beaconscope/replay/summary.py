@@ -167,7 +167,11 @@ def answer(frame: pd.DataFrame, settings: list[Policy]) -> Answer:
     """
     figure = ranked_by(frame)
     table: Any = by_setting(frame).set_index("setting")
-    what = "the attention of thought-revisiting tokens" if figure == "mass_trt" else "all attention (no revisiting token is known)"
+    what = (
+        "the attention of thought-revisiting tokens"
+        if figure == "mass_trt"
+        else "all attention (no revisiting token is known)"
+    )
     asked = table.loc[[name for name in dict.fromkeys(map(label, settings)) if name in table.index]]
     usable = asked[asked["live"] & (asked["policy"] != "full")]
     sentences = []

@@ -35,7 +35,7 @@ class RecentQueriesState(PolicyState):
             first_position=view.newest - self._recent.shape[3] + 1,
             query=self._recent,
             key=view.key,
-            value=view.value,
+            value=view.key,  # not looked at; a replay would have to gather the values
             key_positions=view.positions,
             scaling=heads.scaling,
             softcap=heads.softcap,
