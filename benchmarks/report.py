@@ -204,7 +204,7 @@ def in_browser(page_path: Path) -> dict[str, Any]:
         )
         page = browser.new_page(viewport={"width": 1440, "height": 900})
         page.goto(page_path.as_uri())
-        page.wait_for_function("document.querySelector('#view-minimap canvas')?.dataset.painted")
+        page.wait_for_selector("#view-minimap canvas[data-painted]")
         found = {
             "first_view_ms": page.evaluate("performance.now()"),
             "of_it_the_program_ms": float(page.evaluate("document.documentElement.dataset.ready")),

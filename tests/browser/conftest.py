@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,6 +39,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="Chromium is not installed; run `make test-browser`"))
 
 
+def wait_until(page: Any, condition: str) -> None:
+    """Wait until a condition holds. Playwright's own way evaluates it in the page, which the page's policy forbids."""
+    end = time.monotonic() + 20
+    while not page.evaluate(condition):
+        assert time.monotonic() < end, condition
+        page.wait_for_timeout(30)
+
+
 @dataclass
 class Watched:
     """A page of the browser, and everything that went wrong or out of it."""
@@ -48,7 +57,7 @@ class Watched:
 
     def open(self, path: Path, fragment: str = "") -> Any:
         self.page.goto(path.as_uri() + fragment)
-        self.page.wait_for_function("document.documentElement.dataset.ready !== undefined")
+        self.page.wait_for_selector("html[data-ready]")
         return self.page
 
     def clean(self) -> None:

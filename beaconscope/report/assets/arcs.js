@@ -12,9 +12,10 @@ const MOST_ARCS = 24;
 export function looksOf(store) {
   const { data, state, hits, shownHead } = store;
   const [start, stop] = store.wholeSentence ? data.sentenceRange(state.sentence) : [state.token, state.token + 1];
+  const sources = sourcesOf(data, hits, state.token, shownHead);
   return {
-    sources: sourcesOf(data, hits, state.token, shownHead),
-    spans: mergeSpans(sourcesOf(data, hits, state.token, shownHead)),
+    sources,
+    spans: mergeSpans(sources),
     lookers: lookersAt(data, hits, start, stop, shownHead),
     target: [start, stop],
   };
@@ -194,7 +195,7 @@ export function makeArcs(parent, store, jump) {
     pooled.mark(store.state.pooled);
     over?.mark(store.state.over);
     chart.redraw();
-    fillDetail(list, store, looks, jump);
+    fillDetail(list, store, looks, jump, isSink);
   }
   store.listen(["token", "head", "pooled", "over"], refresh);
   refresh();
@@ -202,10 +203,9 @@ export function makeArcs(parent, store, jump) {
 }
 
 /** The chosen token in words: what it is, what it looks at, who looks at it. */
-function fillDetail(list, store, looks, jump) {
+function fillDetail(list, store, looks, jump, isSink) {
   const { data, state } = store;
   const token = state.token;
-  const isSink = sinkTest(data);
   const revisit = data.revisitAt.get(token);
   const truth = data.truthAt.get(token + 1);
   const number = (name) => data.pack.numbers(name)[token];

@@ -66,7 +66,10 @@ export function frame(parent, { id, title, caption, controls = [], table, svg, p
   return { box, say, data };
 }
 
-/** A chart on a canvas. `draw(context, { width, height, colours, svg })` draws it in CSS pixels. */
+/**
+ * A chart on a canvas. `draw(context, { width, height, colours, svg, live })` draws it in CSS pixels; `live` where it is
+ * the canvas on the page, `svg` where it is none.
+ */
 export class Chart {
   constructor(parent, spec) {
     this.spec = spec;
@@ -126,7 +129,7 @@ export class Chart {
     context.setTransform(ratio, 0, 0, ratio, 0, 0);
     context.clearRect(0, 0, width, height);
     context.font = FONT;
-    this.spec.draw(context, { width, height, colours: themeColours(), svg: false });
+    this.spec.draw(context, { width, height, colours: themeColours(), live: true, svg: false });
     this.say();
     if (this.spec.label) {
       const label = this.spec.label();

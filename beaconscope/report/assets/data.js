@@ -33,6 +33,7 @@ export class Pack {
     this.manifest = manifest;
     this.buffer = buffer;
     this.known = new Map();
+    this.views = new Map();
   }
 
   has(name) {
@@ -41,10 +42,13 @@ export class Pack {
 
   /** The array as it was packed; empty where there is none. */
   array(name) {
-    const entry = this.manifest[name];
-    if (!entry) return new Uint8Array(0);
-    const length = entry.shape.reduce((product, size) => product * size, 1);
-    return new KINDS[entry.type](this.buffer, entry.at, length);
+    let view = this.views.get(name);
+    if (!view) {
+      const { type = "uint8", at = 0, shape = [0] } = this.manifest[name] ?? {};
+      view = new KINDS[type](this.buffer, at, shape.reduce((product, size) => product * size, 1));
+      this.views.set(name, view);
+    }
+    return view;
   }
 
   /** Numbers that were rounded to 8 or 16 bits; NaN where there is none. */
@@ -53,10 +57,9 @@ export class Pack {
       const raw = this.array(name);
       const { low = 0, step = 1, type } = this.manifest[name] ?? {};
       const nothing = type === "uint8" ? 0xff : 0xffff;
-      this.known.set(
-        name,
-        Float64Array.from(raw, (value) => (value === nothing ? NaN : low + step * value)),
-      );
+      const numbers = new Float64Array(raw.length);
+      for (let index = 0; index < raw.length; index++) numbers[index] = raw[index] === nothing ? NaN : low + step * raw[index];
+      this.known.set(name, numbers);
     }
     return this.known.get(name);
   }
@@ -147,6 +150,11 @@ export class TraceData {
     this.recorded = new Hits(this.pack, "recorded");
     this.full = this.pack.has("full.count") ? new Hits(this.pack, "full").filledFrom(this.recorded) : null;
     this.heads = plain.heads;
+    // For each query head the step after which each position was gone, plus one; null where nothing is evicted.
+    this.gone = this.heads.map(({ layer, kv }) => {
+      const name = `evicted.${layer}.${kv}`;
+      return this.pack.has(name) ? this.pack.array(name) : null;
+    });
     this.headByName = new Map(this.heads.map((head) => [head.name, head]));
     this.score = new Float64Array(this.length);
     this.revisitAt = new Map();
@@ -183,19 +191,14 @@ export class TraceData {
     return at ? at - 1 : null;
   }
 
-  /** Share of the trace's KV heads that hold a position after a step, or null where nothing is ever evicted. */
-  heldShare(position, step) {
-    if (!this.evicts) return null;
-    let held = 0;
-    for (const { layer, kv } of this.plain.kv_heads) {
-      const at = this.evictedAt({ layer, kv }, position);
-      if (at === null || at > step) held++;
-    }
-    return held / this.plain.kv_heads.length;
+  /** Whether a query head had lost a position before a step. */
+  wasGone(head, position, step) {
+    const at = this.gone[head]?.[position];
+    return at > 0 && at <= step;
   }
 
   get evicts() {
-    return this.plain.kv_heads.some(({ layer, kv }) => this.pack.has(`evicted.${layer}.${kv}`));
+    return this.gone.some(Boolean);
   }
 
   hits(over) {

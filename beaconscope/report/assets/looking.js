@@ -16,8 +16,7 @@ export function sourcesOf(data, hits, step, head) {
     const mass = hits.share(hit) * scale;
     entry.mass += mass;
     entry.heads += 1;
-    const at = data.evictedAt(data.heads[hits.head[hit]], source);
-    if (at !== null && at < step) entry.evicted += mass;
+    if (data.wasGone(hits.head[hit], source, step)) entry.evicted += mass;
     found.set(source, entry);
   }
   return [...found.values()].sort((a, b) => b.mass - a.mass || a.position - b.position);
@@ -53,8 +52,7 @@ export function lookersAt(data, hits, start, stop, head) {
     const entry = found.get(step) ?? { position: step, mass: 0, evicted: 0 };
     const mass = hits.share(hit) * scale;
     entry.mass += mass;
-    const at = data.evictedAt(data.heads[hits.head[hit]], hits.source[hit]);
-    if (at !== null && at < step) entry.evicted += mass;
+    if (data.wasGone(hits.head[hit], hits.source[hit], step)) entry.evicted += mass;
     found.set(step, entry);
   }
   return [...found.values()].sort((a, b) => b.mass - a.mass || a.position - b.position);
@@ -75,6 +73,7 @@ export function binByMax(data, hits, head, rows, columns, height, width) {
   const perRow = height / (rows[1] - rows[0]);
   const perColumn = width / (columns[1] - columns[0]);
   const evicts = hits === data.full;
+  const winner = new Uint32Array(evicts ? height * width : 0);
   const end = from(hits, rows[1]);
   for (let hit = from(hits, rows[0]); hit < end; hit++) {
     const source = hits.source[hit];
@@ -83,11 +82,13 @@ export function binByMax(data, hits, head, rows, columns, height, width) {
     const cell = row * width + Math.floor((source - columns[0]) * perColumn);
     if (hits.mass[hit] > most[cell]) {
       most[cell] = hits.mass[hit];
-      if (evicts) {
-        const at = data.evictedAt(data.heads[hits.head[hit]], source);
-        gone[cell] = at !== null && at < hits.step[hit] ? 1 : 0;
-      }
+      // Which hit it was; asked once for each cell at the end.
+      if (evicts) winner[cell] = hit;
     }
+  }
+  for (let cell = 0; cell < winner.length; cell++) {
+    const hit = winner[cell];
+    if (most[cell] && data.wasGone(hits.head[hit], hits.source[hit], hits.step[hit])) gone[cell] = 1;
   }
   return { most, gone };
 }

@@ -35,7 +35,7 @@ async function readTraces() {
   return traces;
 }
 
-const current = { store: null, views: null };
+const current = { store: null, views: null, address: 0 };
 
 /** Make all views of one trace. */
 function show(traces, number, about) {
@@ -73,7 +73,9 @@ function show(traces, number, about) {
 
   const tell = () => {
     const { state } = store;
-    history.replaceState(null, "", formatHash(state, data, number));
+    // Browsers limit how often the address may change, so it follows when the selection rests.
+    clearTimeout(current.address);
+    current.address = setTimeout(() => history.replaceState(null, "", formatHash(state, data, number)), 120);
     byId("readout").textContent =
       `token ${count(state.token)} “${data.snippet(state.token, state.token + 1, 16)}” · sentence ${count(state.sentence)} · head ${store.head.name}${state.pooled ? " (all shown)" : ""}`;
   };

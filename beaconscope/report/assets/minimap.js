@@ -76,6 +76,73 @@ export function makeMinimap(parent, store, windowOf, moveWindow) {
     }
   }
 
+  /** All that does not move with the selection. */
+  function strips(context, { width, colours }) {
+    const { left, right } = gutter(width);
+    const scale = linear([0, data.length], [left, width - right]);
+    const { number, score } = bins(width - left - right);
+    const best = Math.max(...score.filter((value) => !Number.isNaN(value)), 0);
+    context.font = SMALL;
+    context.textBaseline = "middle";
+    context.fillStyle = colours.faint;
+    for (const [top, bottom] of Object.values(rows)) context.fillRect(left, top, width - left - right, bottom - top);
+    strip(context, score, rows.revisit, scale, colours.accent, best);
+    if (evicts) {
+      strip(context, cache.lost, rows.lost, scale, colours.loss, 1);
+      const per = data.length / number;
+      for (let bin = 0; bin < number; bin++) {
+        if (!(cache.gone[bin] > 0)) continue;
+        context.fillStyle = withAlpha("#777777", 0.15 + 0.75 * cache.gone[bin]);
+        context.fillRect(scale(bin * per), rows.gone[0], Math.max(1, scale(per) - scale(0)), rows.gone[1] - rows.gone[0]);
+      }
+      context.fillStyle = colours.ink;
+      if (compressions.length < (width - left - right) / 4) {
+        for (const step of compressions) context.fillRect(scale(step + 1), rows.gone[1] + 0.5, 1, 3.5);
+      }
+    }
+    runs.forEach(({ phase, start, stop }) => {
+      context.fillStyle = [colours.muted, colours.accent, colours.back][phase];
+      context.globalAlpha = [0.55, 0.35, 0.8][phase];
+      context.fillRect(scale(start), rows.phase[0], Math.max(1, scale(stop) - scale(start) - 1), rows.phase[1] - rows.phase[0]);
+      context.globalAlpha = 1;
+    });
+    if (data.sentences.length < (width - left - right) / 3) {
+      context.fillStyle = colours.paper;
+      for (const start of data.sentences) context.fillRect(scale(start), rows.phase[0], 1, rows.phase[1] - rows.phase[0]);
+    }
+    context.fillStyle = colours.muted;
+    const base = rows.phase[1] + 10;
+    context.textAlign = "center";
+    for (const tick of ticks(0, data.length, Math.max(2, Math.floor(width / 160)))) {
+      if (tick > data.length) continue;
+      context.fillText(count(tick), Math.min(width - 18, scale(tick)), base);
+    }
+    if (left > 20) {
+      context.textAlign = "right";
+      const names = evicts ? { revisit: "revisits", lost: "lost", gone: "dropped", phase: "phase" } : { revisit: "revisits", phase: "phase" };
+      for (const [name, text] of Object.entries(names)) {
+        context.fillText(text, left - 10, (rows[name][0] + rows[name][1]) / 2);
+      }
+    }
+  }
+
+  /** A picture of the strips, drawn anew when size or theme change. */
+  let picture = null;
+  function still(look) {
+    const ratio = window.devicePixelRatio || 1;
+    const key = [look.width, ratio, look.colours.paper, look.colours.ink].join();
+    if (picture?.key !== key) {
+      const canvas = document.createElement("canvas");
+      canvas.width = Math.round(look.width * ratio);
+      canvas.height = Math.round(height * ratio);
+      const context = canvas.getContext("2d");
+      context.scale(ratio, ratio);
+      strips(context, look);
+      picture = { key, canvas };
+    }
+    return picture.canvas;
+  }
+
   const chart = new Chart(parent, {
     id: "minimap",
     title: "The whole trace",
@@ -86,53 +153,12 @@ export function makeMinimap(parent, store, windowOf, moveWindow) {
         ? "Lost: share of the distant attention on positions that the cache no longer had. Dropped: how many KV heads had dropped a position by the end; ticks are compressions. "
         : "The cache evicted nothing. ") +
       "Phase: prompt, thought, answer, cut at sentences. Drag to move the text, click to choose a token.",
-    draw(context, { width, colours }) {
+    draw(context, look) {
+      const { width, colours, live } = look;
       const { left, right } = gutter(width);
       const scale = linear([0, data.length], [left, width - right]);
-      const { number, score } = bins(width - left - right);
-      const best = Math.max(...score.filter((value) => !Number.isNaN(value)), 0);
-      context.font = SMALL;
-      context.textBaseline = "middle";
-      context.fillStyle = colours.faint;
-      for (const [top, bottom] of Object.values(rows)) context.fillRect(left, top, width - left - right, bottom - top);
-      strip(context, score, rows.revisit, scale, colours.accent, best);
-      if (evicts) {
-        strip(context, cache.lost, rows.lost, scale, colours.loss, 1);
-        const per = data.length / number;
-        for (let bin = 0; bin < number; bin++) {
-          if (!(cache.gone[bin] > 0)) continue;
-          context.fillStyle = withAlpha(colours.mutedHex ?? "#777777", 0.15 + 0.75 * cache.gone[bin]);
-          context.fillRect(scale(bin * per), rows.gone[0], Math.max(1, scale(per) - scale(0)), rows.gone[1] - rows.gone[0]);
-        }
-        context.fillStyle = colours.ink;
-        if (compressions.length < (width - left - right) / 4) {
-          for (const step of compressions) context.fillRect(scale(step + 1), rows.gone[1] + 0.5, 1, 3.5);
-        }
-      }
-      runs.forEach(({ phase, start, stop }) => {
-        context.fillStyle = [colours.muted, colours.accent, colours.back][phase];
-        context.globalAlpha = [0.55, 0.35, 0.8][phase];
-        context.fillRect(scale(start), rows.phase[0], Math.max(1, scale(stop) - scale(start) - 1), rows.phase[1] - rows.phase[0]);
-        context.globalAlpha = 1;
-      });
-      if (data.sentences.length < (width - left - right) / 3) {
-        context.fillStyle = colours.paper;
-        for (const start of data.sentences) context.fillRect(scale(start), rows.phase[0], 1, rows.phase[1] - rows.phase[0]);
-      }
-      context.fillStyle = colours.muted;
-      const base = rows.phase[1] + 10;
-      context.textAlign = "center";
-      for (const tick of ticks(0, data.length, Math.max(2, Math.floor(width / 160)))) {
-        if (tick > data.length) continue;
-        context.fillText(count(tick), Math.min(width - 18, scale(tick)), base);
-      }
-      if (left > 20) {
-        context.textAlign = "right";
-        const names = evicts ? { revisit: "revisits", lost: "lost", gone: "dropped", phase: "phase" } : { revisit: "revisits", phase: "phase" };
-        for (const [name, text] of Object.entries(names)) {
-          context.fillText(text, left - 10, (rows[name][0] + rows[name][1]) / 2);
-        }
-      }
+      if (live) context.drawImage(still(look), 0, 0, width, height);
+      else strips(context, look);
       const [first, last] = windowOf();
       context.strokeStyle = colours.ink;
       context.lineWidth = 1;

@@ -18,8 +18,11 @@ export function ticks(low, high, about = 5) {
   return found;
 }
 
+// One formatter for all: making one for each number takes longer than everything else.
+const WHOLE_NUMBERS = new Intl.NumberFormat("en-US", { maximumFractionDigits: 0 });
+
 export function count(value) {
-  return Number.isFinite(value) ? Math.round(value).toLocaleString("en-US") : "–";
+  return Number.isFinite(value) ? WHOLE_NUMBERS.format(value) : "–";
 }
 
 export function percent(share, digits = 0) {

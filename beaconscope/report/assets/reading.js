@@ -28,7 +28,7 @@ export function measures(data) {
 
 /** The 99th percentile, so that one outlier does not make all others pale. */
 function highest(values) {
-  const known = Float64Array.from(values.filter((value) => value > 0)).sort();
+  const known = values.filter((value) => value > 0).sort();
   return known.length ? known[Math.min(known.length - 1, Math.floor(known.length * 0.99))] : 1;
 }
 
@@ -41,7 +41,8 @@ export function makeReading(parent, store, looks) {
   let marks = new Map();
   let colours = themeColours();
 
-  const endsLine = Uint8Array.from({ length: data.length }, (_, position) => (data.token(position).includes("\n") ? 1 : 0));
+  const lineEnds = data.plain.dictionary.map((text) => (text.includes("\n") ? 1 : 0));
+  const endsLine = data.text.map((index) => lineEnds[index]);
   const sheet = el("div", { class: "sheet", role: "presentation" });
   const pane = el("div", { class: "pane", id: "pane", tabindex: "0", role: "region", "aria-label": "Text of the trace" }, sheet);
   const legend = el("span", { class: "legend" });
@@ -70,7 +71,9 @@ export function makeReading(parent, store, looks) {
     const context = document.createElement("canvas").getContext("2d");
     context.font = FACE;
     const known = data.plain.dictionary.map((text) => context.measureText(shown(text)).width + 0.6);
-    return Float32Array.from(data.text, (index) => known[index]);
+    const wide = new Float32Array(data.length);
+    for (let position = 0; position < data.length; position++) wide[position] = known[data.text[position]];
+    return wide;
   }
   const widths = widthsOf();
 
