@@ -58,6 +58,11 @@ SWEPT = Plan(length=500, layers=4, group=4, revisiting=6, strength=10, rate=0.06
 NULLS: dict[str, dict[str, Any]] = {
     "null: local attention only": {"plan": Plan(revisiting=0)},
     "null: time shuffled": {"plan": Plan(strength=16, rate=0.12), "shuffled": True},
+    "null: time shuffled, 800 tokens": {"plan": Plan(strength=16, length=800), "shuffled": True},
+    "null: time shuffled, one head in all": {
+        "plan": Plan(strength=16, layers=1, kv_heads=1, group=1, revisiting=1),
+        "shuffled": True,
+    },
 }
 SWEEPS: dict[str, tuple[Any, ...]] = {
     "min_share": (0.1, 0.2, 0.3, 0.5, 0.7),
@@ -68,7 +73,7 @@ SWEEPS: dict[str, tuple[Any, ...]] = {
     "fdr": (0.01, 0.05, 0.2),
     "agree_within": (2, 8, 32),
     "lone_share": (0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 1.01),
-    "lone_rate": (0.1, 0.3, 0.5),
+    "lone_rate": (0.1, 0.2, 0.3, 0.5),
 }
 PARTS = ("built", "nulls", "clusters", "reasoner")
 # Thresholds were chosen on seeds from 0 on; these are held out. The reasoner's are far from those of its training.

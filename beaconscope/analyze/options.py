@@ -91,7 +91,7 @@ class AnalyzeOptions:
     agree_within: int = 8
     lone_share: float = 0.9
     lone_focus: int = 8
-    lone_rate: float = 0.3
+    lone_rate: float = 0.2
     target_mass: float = 0.8
     shifts: int = 200
     clusters: int = 12

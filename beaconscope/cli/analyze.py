@@ -91,7 +91,7 @@ def analyze(
     ] = 8,
     lone_rate: Annotated[
         float, typer.Option(help="Share of steps above which lone looks are noise.", rich_help_panel=REVISITS)
-    ] = 0.3,
+    ] = 0.2,
     target_mass: Annotated[
         float, typer.Option(help="Share of distant mass that target spans hold.", rich_help_panel=REVISITS)
     ] = 0.8,
