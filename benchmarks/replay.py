@@ -7,7 +7,7 @@ seconds of the processor, one thread, so that a busy machine does not count. ``-
 from file to result: seconds of the clock, and the most memory that both took together.
 
 ``python benchmarks/replay.py --cost``: what 1, 1,000 and 1,000,000 traces of 32 K tokens cost, from what a head costs
-here at 2 K and 4 K tokens.
+here at 2 K and 4 K tokens; ``--write docs/scale.md`` puts it there.
 """
 
 from __future__ import annotations
@@ -196,10 +196,11 @@ def run_sweep(quick: bool) -> None:
         assert len(found.settings) == len(settings) * layers * heads
 
 
-def run_cost() -> None:
-    """Fit what a head costs, and scale it: attention grows with the square of the length, a simulation with the length.
+def run_cost() -> str:
+    """A table of what many traces cost, from what a head costs.
 
-    A setting adds to the first what it costs to measure, and all of the second.
+    Attention and the measures of a setting grow with the square of the length, a simulation with the length and with
+    the entries that a compression looks at.
     """
     cost: dict[str, list[float]] = {"attention": [], "measure": [], "simulate": []}
     for length in (2048, 4096):
@@ -211,28 +212,59 @@ def run_cost() -> None:
         pairs = length**2 / 2 * HEADS * GROUP * SIZE
         cost["attention"].append(alone / pairs)
         cost["measure"].append((together - alone) / (len(many) - 1) / pairs)
-        cost["simulate"].append(simulating / len(many) / (length * HEADS * GROUP * SIZE))
+        looked_at = sum(policy.budget + policy.interval for policy in many)
+        cost["simulate"].append(simulating / (length * looked_at * HEADS * GROUP * SIZE))
     for name, values in cost.items():
         print(f"{name:<10} {values[0]:.2e} at 2 K tokens, {values[1]:.2e} at 4 K; the latter is scaled")
-    length, layers, heads, group, size, settings = 32768, 6, 8, 4, 128, 40
+    length, layers, heads, group, size, settings, budget = 32768, 6, 8, 4, 128, 40, 1024
     width = layers * heads * group * size
     attention, measure, simulate_ = (values[-1] for values in cost.values())
-    per_trace = width * (length**2 / 2 * (attention + settings * measure) + length * settings * simulate_)
+    per_trace = width * (
+        length**2 / 2 * (attention + settings * measure) + length * settings * (budget + 128) * simulate_
+    )
     layout = TraceLayout(
         tuple(LayerLayout(layer, tuple(range(heads)), group, size, size) for layer in range(layers)), "float32", 8
     )
     on_disk = estimate_bytes(layout, length, model_dtype="torch.bfloat16")
     results = 200 * settings * layers * heads
-    worker = 4 * heads * length * size * (group + 2)
-    print(f"\n{length} tokens, {layers} layers x {heads} KV heads x {group} query heads of {size}, {settings} settings")
-    print(f"a worker's vectors: {worker / 1e9:.2f} GB; give it twice that")
-    print(f"{'traces':>9} {'core hours':>12} {'on 2 cores':>12} {'on 1000':>12} {'traces, GB':>12} {'results, GB':>12}")
+    worker = 2 * 4 * heads * length * size * (group + 2)
+    lines = [
+        f"{length} tokens, {layers} layers x {heads} KV heads x {group} query heads of {size}, {settings} settings "
+        f"with a budget of {budget}. A worker needs {_short(worker)}B.",
+        "",
+        "| traces | core time | 2 processes | 1000 processes | traces on disk | result |",
+        "|---|---|---|---|---|---|",
+    ]
     for traces in (1, 1_000, 1_000_000):
-        hours = traces * per_trace / 3600
+        seconds_ = traces * per_trace
         # One layer is a job, so that more processes than layers do not help a single trace.
-        cells = (hours, hours / min(2, layers * traces), hours / min(1000, layers * traces))
-        sizes = (traces * on_disk / 1e9, traces * results / 1e9)
-        print(f"{traces:>9} " + " ".join(f"{cell:>11.3g}h" for cell in cells) + "".join(f"{x:>13.3g}" for x in sizes))
+        times = (seconds_, seconds_ / min(2, layers * traces), seconds_ / min(1000, layers * traces))
+        cells = [f"{traces:,}", *map(_time, times), f"{_short(traces * on_disk)}B", f"{_short(traces * results)}B"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _short(count: float) -> str:
+    for unit in ("", "k", "M", "G", "T"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} P"
+
+
+def _time(count: float) -> str:
+    for unit, size in (("years", 365 * 86400), ("days", 86400), ("hours", 3600), ("minutes", 60)):
+        if count >= 2 * size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count:.3g} s"
+
+
+def write_between(path: Path, name: str, text: str) -> None:
+    """Put ``text`` between the comments ``name`` and ``end of name`` of a document."""
+    before, opening, rest = path.read_text(encoding="utf-8").partition(f"<!-- {name} -->\n")
+    _, closing, after = rest.partition(f"<!-- end of {name} -->")
+    assert opening and closing, f"{path} has no place for it"
+    path.write_text(f"{before}{opening}{text}\n{closing}{after}", encoding="utf-8")
 
 
 def main() -> None:
@@ -240,6 +272,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="2 K tokens in place of 8 K")
     parser.add_argument("--sweep", action="store_true", help="16 K tokens, 48 KV heads, 40 settings, two processes")
     parser.add_argument("--cost", action="store_true", help="what many traces of 32 K tokens cost")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="put that table into a document (docs/scale.md)")
     arguments = parser.parse_args()
     quick = arguments.quick
     torch.set_num_threads(1)
@@ -247,7 +280,10 @@ def main() -> None:
         run_sweep(quick)
         return
     if arguments.cost:
-        run_cost()
+        table = run_cost()
+        print(f"\n{table}")
+        if arguments.write is not None:
+            write_between(arguments.write, "cost", table)
         return
     length = 2048 if quick else 8192
     layers = [made_layer(length, layer) for layer in range(LAYERS)]

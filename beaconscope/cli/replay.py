@@ -205,6 +205,8 @@ def replay(
         )
     loaded = [load_trace(path) for path in traces]
     settings = _settings(policy, lists, grid, min(trace.length for trace in loaded))
+    if live and not any(each.live and each.evicts for each in settings):
+        raise UsageError("none of these settings works in a live cache; add one that does, or leave out --live")
     options = MeasureOptions(hits, regret_mass, output_every)
     if output_every and not all(trace.has_values for trace in loaded):
         raise UsageError("the output error needs values, which were not recorded; leave out --output-every")

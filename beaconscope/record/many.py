@@ -71,6 +71,8 @@ def record_with_workers(
     BeaconScopeError
         As :func:`~.record.record_prompts`, or where workers keep dying or the cluster is not there. What is finished
         stays, and the same call goes on with the rest.
+    KeyboardInterrupt
+        After SIGINT (Ctrl-C); the message says how far it was.
     """
     check_engine(engine, workers, address)
     if batch_size < 1:
@@ -79,8 +81,8 @@ def record_with_workers(
         raise UsageError(
             "--device-map spreads one model over all devices, and here each worker has its own; leave it out"
         )
+    paths, unfinished = find_unfinished(prompts, Path(folder), force=force, note=note)
     folder = Path(folder).absolute()
-    paths, unfinished = find_unfinished(prompts, folder, force=force, note=note)
     if (local := Path(load.model).expanduser()).exists():
         load = replace(load, model=str(local.absolute()))
     run = uuid.uuid4().hex
@@ -102,6 +104,10 @@ def record_with_workers(
                 report(done, len(prompts))
         except WorkersDied as error:
             raise WorkersDied(f"{error}; what is recorded is kept: the same command goes on with the rest") from error
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(
+                f"stopped with {done} of {len(prompts)} prompts recorded; the same command goes on with the rest"
+            ) from None
     return [path for path in paths.values() if path.exists()]
 
 

@@ -345,6 +345,8 @@ def sweep(
     BeaconScopeError
         Where a job cannot be done, workers keep dying, or the cluster is not there; what was finished stays in
         ``parts``.
+    KeyboardInterrupt
+        After SIGINT (Ctrl-C), likewise.
     """
     names = [job.fingerprint() for job in jobs]
     done: dict[str, Found] = {}
@@ -354,13 +356,15 @@ def sweep(
     waiting = {name: _Task(job, name, folder, run) for name, job in zip(names, jobs, strict=True) if name not in done}
     report = progress or (lambda done, total: None)
     report(len(done), len(names))
+    kept = "" if parts is None else f"; what is finished is kept in {parts}: go on with --resume"
     try:
         for name, found in run_tasks(waiting, workers=workers, engine=engine, address=address):
             done[name] = found
             report(len(done), len(names))
     except WorkersDied as error:
-        kept = "" if parts is None else f"; what is finished is kept in {parts}: go on with --resume"
         raise WorkersDied(f"{error}{kept}") from error
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"stopped with {len(done)} of {len(names)} layers replayed{kept}") from None
     ordered = [done[name] for name in names]
     return Found(*(pd.concat([getattr(each, kind) for each in ordered], ignore_index=True) for kind in _KINDS))
 

@@ -107,6 +107,7 @@ def test_nothing_is_overwritten_and_a_stopped_sweep_is_not_lost(run, trace):
         (("--resume",), 2, "--output"),
         (("--jobs", "0"), 2, "at least 1"),
         (("--address", "tcp://127.0.0.1:9"), 2, "--engine dask"),
+        (("--policy", "oracle", "--live"), 2, "none of these settings works in a live cache"),
         (("--model", "tiny-reasoner"), 2, "--model goes with --live"),
         (("--engine", "dask", "--address", "127.0.0.1:9"), 1, "no Dask scheduler answers at 127.0.0.1:9"),
         (("--engine", "ray", "--address", "127.0.0.1:9"), 1, "no Ray cluster answers at 127.0.0.1:9"),
