@@ -120,6 +120,8 @@ def tiny_page(folder: Path) -> Path:
     from beaconscope.trace import LayerLayout, TraceLayout
 
     made = make(TraceLayout((LayerLayout(0, (0,), 1, 4, None),), "float32", 2), 1, prompt_length=1)
+    made.layers[0].changes.clear()
+    made.layers[0].evictions.clear()
     page = folder / "tiny.html"
     write_page(page, build_report([subject(made_trace(folder / "tiny.parquet", made, prompt_length=1))], PLAIN))
     return page

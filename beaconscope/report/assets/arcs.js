@@ -21,12 +21,12 @@ export function looksOf(store) {
   };
 }
 
-/** Whether a span is nothing but attention sinks. */
+/** Whether a span has an attention sink in it. */
 function sinkTest(data) {
   const sinks = new Set(data.plain.summary.sinks.map((row) => row.position));
   return (span) => {
-    for (let position = span.start; position < span.stop; position++) if (!sinks.has(position)) return false;
-    return true;
+    for (let position = span.start; position < span.stop; position++) if (sinks.has(position)) return true;
+    return false;
   };
 }
 
@@ -118,7 +118,7 @@ export function makeArcs(parent, store, jump) {
         context.fillText("looks at", left - 10, middle - 14);
         context.fillText("looked at by", left - 10, middle + 15);
       }
-      labels(context, looks.spans.filter((span) => !isSink(span)).slice(0, 3), scale, width, middle, colours);
+      labels(context, looks.spans.filter((span) => !isSink(span) && span.start !== store.state.token).slice(0, 3), scale, width, middle, colours);
     },
     label: () => {
       const best = looks.spans[0];

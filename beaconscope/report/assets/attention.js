@@ -5,7 +5,7 @@ import { cividis, isDark } from "./colour.js";
 import { el } from "./dom.js";
 import { headLabel } from "./arcs.js";
 import { binByMax } from "./looking.js";
-import { count, linear, percent, ticks } from "./numbers.js";
+import { count, linear, percent, positionTicks } from "./numbers.js";
 
 const PAD = { left: 52, right: 10, top: 8, bottom: 34 };
 
@@ -136,11 +136,11 @@ export function makeAttention(parent, store, jump) {
       context.fillStyle = colours.muted;
       context.textBaseline = "top";
       context.textAlign = "center";
-      for (const tick of ticks(start, stop, 5)) context.fillText(count(tick), x(tick), PAD.top + h + 5);
+      for (const tick of positionTicks(start, stop, 5)) context.fillText(count(tick), x(tick), PAD.top + h + 5);
       context.fillText("position attended to", PAD.left + w / 2, PAD.top + h + 19);
       context.textAlign = "right";
       context.textBaseline = "middle";
-      for (const tick of ticks(start, stop, 5)) context.fillText(count(tick), PAD.left - 6, y(tick));
+      for (const tick of positionTicks(start, stop, 5)) context.fillText(count(tick), PAD.left - 6, y(tick));
       legend(context, PAD.left + w - 150, PAD.top + 14, colours, shade);
     },
     label: () => `Attention map of tokens ${range()[0]} to ${range()[1] - 1}; arrow keys move the chosen token`,

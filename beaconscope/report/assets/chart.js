@@ -73,9 +73,8 @@ export function frame(parent, { id, title, caption, controls = [], table, svg, p
 export class Chart {
   constructor(parent, spec) {
     this.spec = spec;
-    this.canvas = el("canvas", { role: "img", tabindex: "0", "aria-describedby": `said-${spec.id}` });
-    this.said = el("span", { id: `said-${spec.id}`, class: "hidden" });
-    this.holder = el("div", { class: "canvas" }, this.canvas, this.said, spec.over);
+    this.canvas = el("canvas", { role: "img", tabindex: "0", "aria-label": spec.title });
+    this.holder = el("div", { class: "canvas" }, this.canvas);
     const framed = frame(parent, { ...spec, svg: () => this.toSvg(), png: () => this.toPng() }, ...(spec.before ?? []), this.holder);
     this.box = framed.box;
     this.say = framed.say;

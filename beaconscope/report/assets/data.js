@@ -178,7 +178,8 @@ export class TraceData {
     let text = "";
     for (let position = start; position < stop && text.length <= most + 20; position++) text += this.token(position);
     const line = text.replace(/\s+/g, " ").trim();
-    return line.length > most ? `${[...line].slice(0, most).join("").trimEnd()} …` : line || "(blank)";
+    if (!line) return text.includes("\n") ? "↵" : "(blank)";
+    return line.length > most ? `${[...line].slice(0, most).join("").trimEnd()} …` : line;
   }
 
   sentenceRange(number) {

@@ -5,7 +5,7 @@ import { Chart, fitted, SMALL } from "./chart.js";
 import { cividisCss } from "./colour.js";
 import { el } from "./dom.js";
 import { mergeSpans, sourcesOf } from "./looking.js";
-import { count, linear, percent, ticks } from "./numbers.js";
+import { count, linear, percent, positionTicks } from "./numbers.js";
 
 const BAR = 13;
 const PLACE = { left: 128, right: 14, top: 6, bottom: 24 };
@@ -36,7 +36,7 @@ export function makeGantt(parent, store, jump) {
       const scale = linear([0, data.length], [left, width - PLACE.right]);
       const most = Math.max(1, ...lives.map((life) => life.members));
       context.textAlign = "center";
-      for (const tick of ticks(0, data.length, 6)) {
+      for (const tick of positionTicks(0, data.length, 6)) {
         context.fillStyle = colours.line;
         context.fillRect(scale(tick), PLACE.top, 1, height - PLACE.top - PLACE.bottom);
         context.fillStyle = colours.muted;

@@ -3,7 +3,7 @@
 import { Chart, SMALL } from "./chart.js";
 import { withAlpha } from "./colour.js";
 import { binned } from "./layout.js";
-import { count, decimal, linear, percent, ticks } from "./numbers.js";
+import { count, decimal, linear, percent, positionTicks } from "./numbers.js";
 
 /** Room to the left of the strips for their names; arcs below use the same, so that positions line up. */
 export const MARGIN = { left: 88, right: 14 };
@@ -113,7 +113,7 @@ export function makeMinimap(parent, store, windowOf, moveWindow) {
     context.fillStyle = colours.muted;
     const base = rows.phase[1] + 10;
     context.textAlign = "center";
-    for (const tick of ticks(0, data.length, Math.max(2, Math.floor(width / 160)))) {
+    for (const tick of positionTicks(0, data.length, Math.max(2, Math.floor(width / 160)))) {
       if (tick > data.length) continue;
       context.fillText(count(tick), Math.min(width - 18, scale(tick)), base);
     }

@@ -18,6 +18,11 @@ export function ticks(low, high, about = 5) {
   return found;
 }
 
+/** Ticks of an axis of positions: whole numbers only. */
+export function positionTicks(low, high, about = 5) {
+  return ticks(low, high, about).filter(Number.isInteger);
+}
+
 // One formatter for all: making one for each number takes longer than everything else.
 const WHOLE_NUMBERS = new Intl.NumberFormat("en-US", { maximumFractionDigits: 0 });
 

@@ -5,7 +5,7 @@ import { OKABE_ITO, withAlpha, themeColours } from "./colour.js";
 import { el, picker, tip } from "./dom.js";
 import { breakRows, findText, rowOf, visibleRows } from "./layout.js";
 import { PHASES } from "./minimap.js";
-import { count, decimal, percent } from "./numbers.js";
+import { count, decimal, percent, plural } from "./numbers.js";
 
 const ROW = 27;
 const GUTTER = 54;
@@ -55,7 +55,7 @@ export function makeReading(parent, store, looks) {
     id: "text",
     title: "Text",
     controls: [el("label", { class: "inline" }, "Colour by ", choose), legend],
-    caption: () => `${count(data.length)} tokens. Ruled tokens revisit; boxed ones are what the chosen token looks at (dashed: evicted). A number at the margin begins a sentence; the bar beside it is the phase.`,
+    caption: () => `${plural(data.length, "token")}. Ruled tokens revisit; boxed ones are what the chosen token looks at (dashed: evicted). A number at the margin begins a sentence; the bar beside it is the phase.`,
     table: () => ({
       columns: ["position", "text", "phase", "sentence", "score", "distant share", "entropy", "logprob", "lost share"].map((name) => ({ key: name, name })),
       rows: Array.from({ length: data.length }, (_, position) => ({
@@ -123,7 +123,7 @@ export function makeReading(parent, store, looks) {
     }
     const tokens = [];
     for (let position = start; position < stop; position++) tokens.push(tokenSpan(position, position === start));
-    return el("div", { class: `row ${PHASES[data.phase[start]]}`, style: `top:${number * ROW}px`, "data-row": String(number) },
+    return el("div", { class: `row in-${PHASES[data.phase[start]]}`, style: `top:${number * ROW}px`, "data-row": String(number) },
       el("span", { class: "margin", title: `sentence ${sentence}, ${PHASES[data.phase[start]]}` }, begins === null ? "" : String(begins)),
       el("span", { class: "line" }, tokens));
   }

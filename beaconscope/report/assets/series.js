@@ -40,7 +40,7 @@ class Series {
       this.visible = entry.isIntersecting;
       if (this.visible && !this.drawn) this.redraw();
     }, { rootMargin: "300px" }).observe(this.plot);
-    new ResizeObserver(() => this.drawn && window.Plotly.Plots.resize(this.plot)).observe(this.plot);
+    new ResizeObserver(() => this.plot.data && window.Plotly?.Plots.resize(this.plot)).observe(this.plot);
   }
 
   async picture(format) {
@@ -103,6 +103,9 @@ export function makeClusterCurves(parent, store) {
       : "Coverage, churn and silhouette at each compression.",
     figure(colours) {
       const found = curves();
+      if (found && names.every(([key]) => found[key].every((value) => value === null))) {
+        return { traces: [], none: "There is nothing to measure: the only compression is the last step." };
+      }
       if (!found) {
         return { traces: [], none: store.head.beacons ? "Measured for the heads that revisit most; choose one of them in the grid." : "This head has no recorded beacons." };
       }
