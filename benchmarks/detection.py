@@ -279,7 +279,7 @@ def detection_table(figures: dict[str, Any]) -> str:
     for name, row in figures["detection"].items():
         cells = [
             name,
-            text_of(row["precision"]),
+            text_of(row["precision"] if row["recall"] else None),
             text_of(row["recall"]),
             f"{row['flagged'][0]:.3f}",
             f"{row['steps']:,}",
