@@ -24,6 +24,8 @@ from beaconscope.report.report import Subject
 from beaconscope.report.svg import ACCENT, FAINT, INK, LOSS, MUTED, OKABE_ITO, Drawing, cividis, ticks
 
 _WIDTH = 720.0
+_DASHES = ("", "7 2", "2 2", "9 3 2 3", "12 3")
+"""So that curves are told apart without their colours."""
 _BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 
 
@@ -175,7 +177,11 @@ def _attention(collected: Collected) -> Drawing | None:
     drawing.shape([(left, top), (left + side, top + side), (left, top + side)], "#f6f6f4")
     cell = side / size
     for r, c in zip(*np.nonzero(cells), strict=True):
-        drawing.rect(left + c * cell, top + r * cell, cell * 1.04, cell * 1.04, cividis(float(cells[r, c]) ** 0.5))
+        share = float(cells[r, c]) ** 0.5
+        # As on the page: weak attention recedes, strong is dark.
+        opacity = min(1.0, 0.12 + 0.95 * share)
+        shade = cividis(0.92 - 0.92 * share)
+        drawing.rect(left + c * cell, top + r * cell, cell * 1.04, cell * 1.04, shade, fill_opacity=opacity)
     _axis(drawing, 0, length, left, left + side, top + side + 2, "position attended to")
     for tick in ticks(0, length, 6):
         drawing.text(left - 6, top + tick / length * side, f"{tick:,.0f}", anchor="end")
@@ -188,7 +194,7 @@ def _heads(collected: Collected) -> Drawing:
     layers = sorted({head["layer"] for head in heads}, reverse=True)
     across = max(sum(head["layer"] == layer for head in heads) for layer in layers)
     wide, tall, left = min(48.0, 600 / across), 28.0, 64.0
-    drawing = Drawing(left + across * wide + 20, 30 + tall * len(layers) + 26)
+    drawing = Drawing(max(400.0, left + across * wide + 20), 30 + tall * len(layers) + 26)
     rates = [head.get("event_rate") for head in heads if head.get("event_rate") is not None]
     most = max(rates, default=0.0) or 1.0
     for row, layer in enumerate(layers):
@@ -301,15 +307,21 @@ def _tradeoff(replay: dict[str, Any] | None) -> Drawing | None:
         y = bottom - tick * (bottom - top)
         drawing.line([(left, y), (right, y)], FAINT)
         drawing.text(left - 6, y, f"{100 * tick:.0f} %", anchor="end")
+    last = -math.inf
     for size in sorted({row["kv_bytes"] for row in rows}):
         x = left + math.log(size / low) / span * (right - left)
+        if x - last < 40:
+            continue
+        last = x
         drawing.text(x, bottom + 12, f"{size / 1e6:.3g}", anchor="middle", size=9)
     names = list(dict.fromkeys(_curve(row) for row in rows))
+    own = [name for name in names if name not in ("oracle", "random")]
     for index, name in enumerate(names):
         mine = sorted((row for row in rows if _curve(row) == name), key=lambda row: row["kv_bytes"])
         control = name in ("oracle", "random")
-        colour = MUTED if control else OKABE_ITO[index % len(OKABE_ITO)]
-        dash = {"stroke_dasharray": "5 4"} if control else {}
+        colour = MUTED if control else OKABE_ITO[own.index(name) % len(OKABE_ITO)]
+        dashes = ("1.5 3" if name == "random" else "6 4") if control else _DASHES[own.index(name) % len(_DASHES)]
+        dash = {"stroke_dasharray": dashes} if dashes else {}
         drawing.line([place(row) for row in mine], colour, 1.2 if control else 2.0, **dash)
         for row in mine:
             x, y = place(row)
