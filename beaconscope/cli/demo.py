@@ -43,7 +43,7 @@ def demo(
     verbose: Verbose = False,
     version: Version = False,
 ) -> None:
-    """Record, analyze and replay the bundled model, and show what was found: offline, in about a minute.
+    """Record, analyze, replay and report the bundled model, and show what was found: offline, in about a minute.
 
     The model solves a problem by looking back, and its task knows for every token where it has to look. So what the
     tool finds can be held against the truth.
@@ -74,28 +74,28 @@ def demo(
         [
             ("full cache", _outcome(full, problem)),
             ("BeaconKV", f"{_outcome(beacon, problem)}, with {BUDGETS[size]} of {full.length} entries"),
-            ("revisits", _agreement(full, analysis)),
+            ("revisits", _agreement(beacon, analysis)),
             ("clusters", analysis["verdict"]["text"]),
             ("lost", f"share of the revisits' attention that {BUDGETS[size]} entries would have lost:"),
             *(("", line) for line in _losses(replay)),
             ("answer", replay["answer"]["text"]),
         ]
     )
+    terminal.wrote(output / "report.html")
 
 
 def _commands(folder: Path, budget: int, limit: int) -> list[list[str]]:
     """What the demo runs, as a user would type it."""
-    prompt, full, beacon, analysis, replay = (
-        str(folder / name)
-        for name in ("problem.txt", "full.parquet", "beacon.parquet", "analysis.parquet", "replay.parquet")
-    )
+    names = ("problem.txt", "full.parquet", "beacon.parquet", "analysis.parquet", "replay.parquet", "report.html")
+    prompt, full, beacon, analysis, replay, report = (str(folder / name) for name in names)
     record = ["record", "--model", MODEL, "--prompt", prompt, "--layers", "all", "-n", str(limit)]
     grid = ["--policy", POLICIES, "--budget", str(budget), "--interval", str(INTERVAL)]
     return [
         [*record, "--cache", "full", "-o", full],
         [*record, "--cache", f"beacon:budget={budget},interval={INTERVAL}", "-o", beacon],
-        ["analyze", full, "-o", analysis],
-        ["replay", full, "--analysis", analysis, *grid, "-o", replay],
+        ["analyze", beacon, "-o", analysis],
+        ["replay", beacon, "--analysis", analysis, *grid, "-o", replay],
+        ["report", beacon, "--analysis", analysis, "--replay", replay, "-o", report],
     ]
 
 

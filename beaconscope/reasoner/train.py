@@ -12,9 +12,11 @@
    distance does not matter.
 6. In some batches of the last stage no position sees farther back than a random window, so that the model learns to
    be unsure, and not to make something up, where it cannot see what it needs.
-7. In the last two stages attention that goes far back costs something at positions that need no recall, in every head
-   and layer, so that a look back is an event and not a habit.
-8. AdamW, a short warm-up, a constant rate; a cosine to zero ends the last stage, which has a fixed number of steps.
+7. From the third stage on attention that goes far back costs something at positions that need no recall, in every head
+   and layer, so that a look back is an event and not a habit. In the last stage, when everything is learned, it costs
+   much, and the second layer is told again where to look, so that the looks that are needed stay sharp.
+8. AdamW, a short warm-up, a constant rate; the last two stages have a fixed number of steps, and end in a cosine to
+   zero.
 
 A run is a function of its seed and options up to the order of floating-point sums, and resumes from its checkpoint.
 At its end the model is written to ``DIR/model`` as the package holds it, and measured (``evaluate``). ``--quick`` runs
@@ -60,8 +62,16 @@ class Stage:
     """Tokens of a batch."""
     guided: bool = False
     """Whether the loss tells the second layer where to look."""
-    thrifty: bool = False
-    """Whether looking far back has a cost where no recall is needed."""
+    thrift: float = 0.0
+    """Weight of what looking far back costs where no recall is needed."""
+    blind: float = 0.0
+    """Share of batches in which no position sees farther back than a random window."""
+    lasts: int | None = None
+    """Steps that it lasts; None is until its recalls are nearly all right."""
+    decays: int = 0
+    """Steps at its end over which the rate falls to zero."""
+    rate: float = 1.0
+    """Factor of the learning rate."""
     largest: float = 0.0
     """Share of batches that have the most steps."""
 
@@ -75,8 +85,9 @@ class Stage:
 STAGES = (
     Stage(letters=(3, 4), steps=(3, 4), tokens=2048, guided=True),
     Stage(letters=(3, 8), steps=(3, 8), tokens=2048, guided=True),
-    Stage(letters=(6, 10), steps=(6, 21), tokens=4096, guided=True, thrifty=True),
-    Stage(letters=(6, 10), steps=(10, 43), tokens=4096, thrifty=True, largest=0.3),
+    Stage(letters=(6, 10), steps=(6, 21), tokens=4096, guided=True, thrift=0.1),
+    Stage(letters=(6, 10), steps=(10, 43), tokens=4096, thrift=0.1, largest=0.3, blind=0.15, lasts=1700, decays=1300),
+    Stage((6, 10), (10, 43), 4096, guided=True, thrift=3.0, largest=0.3, blind=0.15, lasts=500, decays=450, rate=0.5),
 )
 
 
@@ -87,10 +98,6 @@ class Recipe:
     seed: int = 0
     learning_rate: float = 2e-3
     warmup: int = 100
-    last_steps: int = 1700
-    """Steps of the last stage."""
-    decay_steps: int = 1300
-    """Steps at its end over which the rate falls to zero."""
     most_steps: int = 8000
     """Steps after which the run ends, whatever stage it has reached."""
     weight_decay: float = 0.05
@@ -98,7 +105,6 @@ class Recipe:
     """Weight of the mean loss of recalled tokens, beside the mean of all."""
     probe_weight: float = 0.3
     aim_weight: float = 0.3
-    thrift_weight: float = 0.1
     near: int = 64
     """Positions back up to which looking is free."""
     thrift_rows: int = 48
@@ -106,22 +112,21 @@ class Recipe:
     advance_at: float = 0.94
     """Running share of recalled tokens that have to be right before a stage is left."""
     largest_gap: int = 100
-    blind_share: float = 0.15
-    """Share of batches of the last stage in which no position sees farther back than a random window."""
     batch_scale: float = 1.0
     """Batches hold this many times the tokens that their stage says."""
 
-    def rate(self, step: int, last_began: int | None) -> float:
-        """Learning rate of a step; ``last_began`` is the step at which the last stage began, if it has."""
-        rate = self.learning_rate * min(1.0, (step + 1) / self.warmup)
-        if last_began is None:
+    def rate(self, step: int, stage: Stage, began: int) -> float:
+        """Learning rate of a step in a stage that began at the step ``began``."""
+        rate = self.learning_rate * stage.rate * min(1.0, (step + 1) / self.warmup)
+        if stage.lasts is None or not stage.decays:
             return rate
-        decayed = step - (last_began + self.last_steps - self.decay_steps)
-        return rate * 0.5 * (1 + math.cos(math.pi * max(0, decayed) / self.decay_steps))
+        decayed = max(0, step - (began + stage.lasts - stage.decays))
+        return rate * 0.5 * (1 + math.cos(math.pi * decayed / stage.decays))
 
-    def ends(self, step: int, last_began: int | None) -> bool:
-        """Whether the run is over before this step."""
-        return step >= self.most_steps or (last_began is not None and step >= last_began + self.last_steps)
+
+def _over(stage: Stage, began: int, step: int) -> bool:
+    """Whether a stage of a fixed number of steps is over before this step."""
+    return stage.lasts is not None and step >= began + stage.lasts
 
 
 def make_model(seed: int) -> LlamaForCausalLM:
@@ -331,7 +336,7 @@ def train(recipe: Recipe, out: Path, *, resume: bool = False, compiled: bool = T
         betas=(0.9, 0.98),
     )
     rng = random.Random(recipe.seed)
-    state: dict[str, Any] = {"step": 0, "stage": 0, "last_began": None, "running": 0.0, "tokens": 0, "seconds": 0.0}
+    state: dict[str, Any] = {"step": 0, "stage": 0, "began": 0, "running": 0.0, "tokens": 0, "seconds": 0.0}
     if resume:
         saved = torch.load(checkpoint, weights_only=False)
         probed.load_state_dict(saved["probed"])
@@ -351,18 +356,18 @@ def train(recipe: Recipe, out: Path, *, resume: bool = False, compiled: bool = T
     begin = saved_at = time.monotonic()
     before = state["seconds"]
     with (out / "curve.jsonl").open("a" if resume else "w") as curve:
-        while not recipe.ends(state["step"], state["last_began"]):
+        while state["stage"] < len(STAGES) and state["step"] < recipe.most_steps:
             size = _draw_size(state["stage"], rng)
             length = size.prompt_length + size.trace_length
             rows = max(2, round(recipe.batch_scale * STAGES[state["stage"]].tokens / length))
             problems = [make_problem(size, rng) for _ in range(rows)]
             batch = make_batch([(problem, solve(problem)) for problem in problems])
             gap = rng.randrange(recipe.largest_gap) if rng.random() < 0.5 else 0
-            blind = state["stage"] == len(STAGES) - 1 and rng.random() < recipe.blind_share
             stage = STAGES[state["stage"]]
-            thrifty = stage.thrifty and not blind
+            blind = stage.blind > 0 and rng.random() < stage.blind
+            thrifty = stage.thrift > 0 and not blind
             measured = rng.sample(range(size.prompt_length, length), recipe.thrift_rows) if thrifty else []
-            rate = recipe.rate(state["step"], state["last_began"])
+            rate = recipe.rate(state["step"], stage, state["began"])
             for group in optimizer.param_groups:
                 group["lr"] = rate
             positions = _positions(size.prompt_length, length, gap)
@@ -385,7 +390,7 @@ def train(recipe: Recipe, out: Path, *, resume: bool = False, compiled: bool = T
             if stage.guided:
                 loss = loss + recipe.aim_weight * aim
             if thrifty:
-                loss = loss + recipe.thrift_weight * thrift
+                loss = loss + stage.thrift * thrift
             optimizer.zero_grad()
             loss.backward()
             nn.utils.clip_grad_norm_(probed.parameters(), 1.0)
@@ -395,7 +400,8 @@ def train(recipe: Recipe, out: Path, *, resume: bool = False, compiled: bool = T
                 state["running"] = 0.97 * state["running"] + 0.03 * float(right)
             state["tokens"] += rows * length
             state["seconds"] = before + time.monotonic() - begin
-            if state["step"] % 20 == 0 or recipe.ends(state["step"] + 1, state["last_began"]):
+            over = _over(stage, state["began"], state["step"] + 1)
+            if state["step"] % 20 == 0 or over or state["step"] + 1 == recipe.most_steps:
                 line = {
                     "step": state["step"],
                     "stage": state["stage"],
@@ -413,11 +419,8 @@ def train(recipe: Recipe, out: Path, *, resume: bool = False, compiled: bool = T
                 }
                 curve.write(json.dumps(line) + "\n")
                 curve.flush()
-            if state["running"] >= recipe.advance_at and state["stage"] < len(STAGES) - 1:
-                state["stage"] += 1
-                state["running"] = 0.0
-                if state["stage"] == len(STAGES) - 1:
-                    state["last_began"] = state["step"] + 1
+            if over or (stage.lasts is None and state["running"] >= recipe.advance_at):
+                state.update(stage=state["stage"] + 1, began=state["step"] + 1, running=0.0)
             state["step"] += 1
             if time.monotonic() - saved_at > seconds:
                 save()

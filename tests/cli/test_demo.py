@@ -1,4 +1,4 @@
-"""The demo: record, analyze and replay on the bundled model, from one command."""
+"""The demo: record, analyze, replay and report on the bundled model, from one command."""
 
 from __future__ import annotations
 
@@ -26,13 +26,14 @@ def test_the_demo_goes_the_whole_way_and_says_what_it_found(tmp_path: Path) -> N
     looks, seen = (int(words[words.index(before) + 1]) for before in ("has", "and"))
     assert looks > 10
     assert seen >= 0.95 * looks
-    # and both traces are whole
+    # and the report is there, and both traces are whole
+    assert (folder / "report.html").stat().st_size > 100_000
     for name in ("full", "beacon"):
         assert beaconscope.load_trace(folder / f"{name}.parquet").whole
     # and the commands it names are commands that a user can run
     shown = result.stderr.replace("\\\n", " ")
     commands = [shlex.split(line[2:]) for line in shown.splitlines() if line.startswith("$ ")]
-    assert [command[1] for command in commands] == ["record", "record", "analyze", "replay"]
+    assert [command[1] for command in commands] == ["record", "record", "analyze", "replay", "report"]
     again = CliRunner().invoke(app, [*commands[2][1:], "--force"])
     assert again.exit_code == 0, again.output
     # AND a second demo does not overwrite it

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 import beaconscope
 from beaconscope.cli import app
 
-COMMANDS = ("demo", "record", "analyze", "replay", "info", "recover", "policies")
+COMMANDS = ("demo", "record", "analyze", "replay", "report", "figures", "info", "recover", "policies")
 ALL_COMMANDS_HAVE = ("--quiet", "--verbose", "--version", "--help")
 
 

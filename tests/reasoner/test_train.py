@@ -13,7 +13,18 @@ import torch
 
 from beaconscope.reasoner.evaluate import SINKS
 from beaconscope.reasoner.task import Size, make_problem, solve
-from beaconscope.reasoner.train import IGNORE, Probed, Recipe, export, make_batch, make_model, quick, train
+from beaconscope.reasoner.train import (
+    IGNORE,
+    STAGES,
+    Probed,
+    Recipe,
+    Stage,
+    export,
+    make_batch,
+    make_model,
+    quick,
+    train,
+)
 from beaconscope.reasoner.vocabulary import decode
 
 
@@ -100,20 +111,24 @@ def test_looking_far_is_measured_where_nothing_is_recalled() -> None:
 
 @pytest.mark.parametrize("step", [0, 50, 99])
 def test_rate_warms_up(step: int) -> None:
-    assert Recipe(warmup=100).rate(step, None) == pytest.approx(2e-3 * (step + 1) / 100)
+    assert Recipe(warmup=100).rate(step, STAGES[0], 0) == pytest.approx(2e-3 * (step + 1) / 100)
 
 
-def test_rate_falls_to_nothing_over_the_end_of_the_last_stage() -> None:
-    recipe = Recipe(last_steps=600, decay_steps=500)
+def test_rate_falls_to_nothing_over_the_end_of_a_stage() -> None:
+    stage = Stage((3, 4), (3, 4), 2048, lasts=600, decays=500, rate=0.5)
 
-    assert recipe.rate(400, None) == pytest.approx(2e-3)
-    assert recipe.rate(500, 400) == pytest.approx(2e-3)
-    assert recipe.rate(750, 400) == pytest.approx(1e-3)
-    assert recipe.rate(999, 400) < 1e-7
-    assert not recipe.ends(999, 400)
-    assert recipe.ends(1000, 400)
+    found = [Recipe().rate(step, stage, began=400) for step in (400, 500, 750, 999)]
+
+    assert found[:3] == pytest.approx([1e-3, 1e-3, 5e-4])
+    assert found[3] < 1e-7
 
 
-def test_a_run_that_never_reaches_the_last_stage_ends() -> None:
-    assert not Recipe(most_steps=50).ends(49, None)
-    assert Recipe(most_steps=50).ends(50, None)
+def test_a_stage_of_a_fixed_length_gives_way_to_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # GIVEN two stages of two steps each
+    short = Stage((3, 4), (3, 4), 256, lasts=2)
+    monkeypatch.setattr("beaconscope.reasoner.train.STAGES", (short, short))
+    # WHEN a run has more steps than it needs
+    train(Recipe(most_steps=50), tmp_path, compiled=False)
+    # THEN it ends with the last stage, and the curve has the last step of each
+    curve = [json.loads(line) for line in (tmp_path / "curve.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["stage"]) for line in curve] == [(0, 0), (1, 0), (3, 1)]
