@@ -6,8 +6,8 @@
    kills them.
 4. An address where nobody answers is refused within seconds: both libraries would wait for minutes.
 
-Processes here are joblib's (loky). On a cluster tasks go by the cluster's own futures and actors: joblib's Ray backend
-has no stream of results and does not survive the loss of a worker.
+Processes here are joblib's (loky). On a cluster tasks go by the cluster's own futures and actors, so that results come
+one by one and the death of a worker is known.
 """
 
 from __future__ import annotations
