@@ -22,7 +22,7 @@ from beaconscope.errors import BeaconScopeError, UsageError
 Engine = Literal["loky", "dask", "ray"]
 
 _DEATHS = 3
-"""Workers that may die of a task; for processes here, that may die in a row without anything being finished."""
+"""Workers that may die of a task."""
 _ANSWER_SECONDS = 5.0
 
 T = TypeVar("T")
@@ -97,23 +97,32 @@ def _processes(tasks: Mapping[str, Callable[[], T]], workers: int) -> Iterator[t
 
     from joblib import Parallel, delayed
 
-    waiting = dict(tasks)
-    deaths = 0
-    while waiting:
+    def finished(batch: list[str]) -> Iterator[tuple[str, T]]:
         parallel = Parallel(
             n_jobs=workers, backend="loky", return_as="generator_unordered", batch_size=1, pre_dispatch="2*n_jobs"
         )
+        for name, result in parallel(delayed(_named)(name, waiting[name]) for name in batch):
+            del waiting[name]
+            yield name, result
+
+    waiting = dict(tasks)
+    deaths = dict.fromkeys(tasks, 0)
+    while waiting:
         try:
-            for name, result in parallel(delayed(_named)(name, task) for name, task in list(waiting.items())):
-                del waiting[name]
-                deaths = 0
-                yield name, result
-        except BrokenProcessPool as error:
-            deaths += 1
-            if deaths == _DEATHS:
-                raise WorkersDied(
-                    f"workers died {deaths} times in a row, perhaps for want of memory; give fewer --jobs"
-                ) from error
+            yield from finished(list(waiting))
+        except BrokenProcessPool:
+            # One worker's death takes all of them along, and which task it died of is not known. Those that can have
+            # been under way are done one at a time: whoever is innocent is finished.
+            for name in list(waiting)[: 2 * workers]:
+                try:
+                    yield from finished([name])
+                except BrokenProcessPool as error:
+                    deaths[name] += 1
+                    waiting[name] = waiting.pop(name)
+                    if deaths[name] == _DEATHS:
+                        raise WorkersDied(
+                            f"{_DEATHS} workers died of one task, perhaps for want of memory; give fewer --jobs"
+                        ) from error
 
 
 def _named(name: str, task: Callable[[], T]) -> tuple[str, T]:
