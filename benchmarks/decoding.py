@@ -162,15 +162,17 @@ class Decoding:
 Contender = Callable[[Case, str], contextlib.AbstractContextManager[Decoding]]
 
 
-def steady(make: Callable[[Qwen3ForCausalLM, Case], Any], *, sliding: bool = False, ours: bool = False) -> Contender:
-    """A cache whose cost does not depend on the length: filled by a prompt of B tokens."""
+def steady(
+    make: Callable[[Qwen3ForCausalLM, Case], Any], *, sliding: bool = False, ours: bool = False, fills: bool = True
+) -> Contender:
+    """A cache whose cost does not hang on the length: a prompt of B tokens fills it, and I more where it ``fills``."""
 
     @contextlib.contextmanager
     def contender(case: Case, shape: str) -> Iterator[Decoding]:
         model = make_model(shape, case.budget + case.interval if sliding else None, ours=ours)
         decoding = Decoding(model, make(model, case), case)
         decoding.feed(case.budget)
-        decoding.steps(case.interval + 1)  # until it is full, and once compressed
+        decoding.steps(case.interval + 1 if fills else 2)  # until it is full, and once compressed
         yield decoding
 
     return contender
@@ -206,7 +208,8 @@ STEADY: dict[str, Contender] = {
     ),
     "fixed buffer": steady(lambda _, case: FixedBuffer(case.budget + case.interval)),
     "sliding": steady(lambda model, _: DynamicCache(config=model.config), sliding=True),
-    "static": steady(lambda model, case: StaticCache(config=model.config, max_cache_len=case.length)),
+    # All of its slots are attended to from the start.
+    "static": steady(lambda model, case: StaticCache(config=model.config, max_cache_len=case.length), fills=False),
 }
 if importlib.util.find_spec("kvpress"):
     STEADY["kvpress"] = kvpress
@@ -217,8 +220,9 @@ def seconds_a_step(name: str, case: Case, shape: str, full_steps: int) -> tuple[
     """Mean seconds of a step over a whole generation, and the bytes of keys and values at its end."""
     torch.manual_seed(1)
     if name != "full":
+        steps = 2 * full_steps if name == "static" else 2 * case.interval
         with STEADY[name](case, shape) as decoding:
-            return decoding.steps(2 * case.interval) / (2 * case.interval), decoding.nbytes()
+            return decoding.steps(steps) / steps, decoding.nbytes()
     means = []
     for part in range(PARTS):
         with growing(case, shape) as decoding:

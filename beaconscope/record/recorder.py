@@ -1,8 +1,9 @@
 """What a recording takes from a cache: queries, keys, values, hits and masses of every step, beacons and evictions.
 
-A step costs a few small operations on the device. What they give waits there until :meth:`Recorder.drain`, which copies
-it to the host in one go; copies from a GPU go to pinned memory, and the blocks made from one drain are handed over at
-the next, so that nothing waits for the device.
+Between two compressions a cache only grows, so that the attention of many single steps can be computed at once from the
+entries of the last of them. Steps wait for that until the cache is compressed or :meth:`Recorder.drain` copies what was
+taken to the host in one go; copies from a GPU go to pinned memory, and the blocks made from one drain are handed over
+at the next, so that nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -41,6 +42,10 @@ class _Captured:
 class _Waiting:
     """What waits of one lane in one layer."""
 
+    queries: list[Tensor] = field(default_factory=list)
+    """Of single steps that nothing has been taken from yet, each [R, H, G, 1, D]."""
+    newest: AttentionStep | None = None
+    """The last of these steps, which attended to all that the others did and to their entries."""
     captured: list[_Captured] = field(default_factory=list)
     compressions: list[Compression] = field(default_factory=list)
 
@@ -80,12 +85,33 @@ class Recorder:
         if lane not in self._members:
             rows = range(step.query.shape[0]) if step.rows is None else step.rows.tolist()
             self._members[lane] = list(rows)
+        waiting = self._waiting.setdefault((layer, lane), _Waiting())
+        # A sliding layer forgets by itself, so that a later step does not attend to all that an earlier one did.
+        if step.tokens == 1 and step.window is None:
+            waiting.queries.append(step.query)
+            waiting.newest = step
+            return
+        self._settle(layer, waiting)
+        waiting.captured.append(self._capture(layer, step))
+
+    def _settle(self, layer: int, waiting: _Waiting) -> None:
+        """Take what is wanted of the single steps that wait."""
+        if waiting.newest is None:
+            return
+        query = torch.cat(waiting.queries, dim=3)
+        step = replace(
+            waiting.newest, query=query, first_position=waiting.newest.last_position + 1 - len(waiting.queries)
+        )
+        waiting.captured.append(self._capture(layer, step))
+        waiting.queries, waiting.newest = [], None
+
+    def _capture(self, layer: int, step: AttentionStep) -> _Captured:
         heads = list(self._layers[layer].kv_heads)
         if len(heads) < step.key.shape[1]:
             step = _only_heads(step, heads)
         mass, hit_position, hit_mass = self._attention(step)
         new = slice(step.key.shape[2] - step.tokens, None)
-        captured = _Captured(
+        return _Captured(
             first_position=step.first_position,
             query=step.query,
             key=step.key[:, :, new].clone(),  # the cache goes on writing where this is a view
@@ -94,11 +120,12 @@ class Recorder:
             hit_position=hit_position,
             hit_mass=hit_mass,
         )
-        self._waiting.setdefault((layer, lane), _Waiting()).captured.append(captured)
 
     def compressed(self, layer: int, lane: int, compression: Compression) -> None:
-        """Take the outcome of a compression."""
-        self._waiting.setdefault((layer, lane), _Waiting()).compressions.append(compression)
+        """Take the outcome of a compression, before the cache forgets what it evicts."""
+        waiting = self._waiting.setdefault((layer, lane), _Waiting())
+        self._settle(layer, waiting)
+        waiting.compressions.append(compression)
 
     def _attention(self, step: AttentionStep) -> tuple[Tensor, Tensor, Tensor]:
         """Masses [R, H, G, T, 3] and hits [R, H, G, T, M] of a step, from the true softmax."""
@@ -147,6 +174,7 @@ class Recorder:
         cache.flush()
         self.hand_over(lengths)
         for (layer, lane), waiting in self._waiting.items():
+            self._settle(layer, waiting)
             if not waiting.captured:
                 continue
             lanes = cache.lanes_of(layer)
