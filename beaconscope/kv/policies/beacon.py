@@ -79,10 +79,15 @@ class BeaconKV(Policy):
     sinks: int = 0
     """First positions that always stay; real sinks score high by themselves."""
     selector: Selector = "fps"
+    """How beacons are chosen from past queries: farthest points, centroids, a random handful, or none at all."""
     query_space: QuerySpace = "pre-rope"
+    """Where queries are compared with each other: before or after the rotary embedding."""
     beacon_rotation: Rotation = "current"
+    """Position that beacons are rotated to when they observe: the current one, or that of the query they are from."""
     query_pooling: Pooling = "max"
+    """Pooling of the weights over observation queries."""
     group_pooling: Pooling = "max"
+    """Pooling over the query heads of a KV head."""
     pool_low: int | None = None
     """Queries left after a thinning of the pool; None is max(K, 32)."""
     pool_high: int | None = None

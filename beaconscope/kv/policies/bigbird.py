@@ -29,10 +29,13 @@ class BigBird(StaticMask):
     source: ClassVar[str] = "Zaheer et al. 2020, arXiv 2007.14062"
 
     global_tokens: int = 16
+    """First positions that every query sees."""
     random_blocks: int = 3
+    """Earlier blocks that each block of queries draws."""
     block: int = 16
     """Positions in a block."""
     seed: int = 0
+    """Of the draws; each KV head has a stream of its own."""
 
     def __post_init__(self) -> None:
         self._check_least(global_tokens=0, random_blocks=0, block=1, seed=0)

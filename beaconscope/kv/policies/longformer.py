@@ -24,6 +24,7 @@ class Longformer(StaticMask):
     source: ClassVar[str] = "Beltagy et al. 2020, arXiv 2004.05150"
 
     global_tokens: int = 16
+    """First positions that every query sees."""
 
     def __post_init__(self) -> None:
         self._check_least(global_tokens=0)

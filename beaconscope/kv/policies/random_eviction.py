@@ -40,7 +40,9 @@ class RandomEviction(Policy):
 
     interval: int = 128
     recent: int = 16
+    """Most recent entries that always stay."""
     seed: int = 0
+    """Of the draws; each KV head has a stream of its own."""
 
     def __post_init__(self) -> None:
         if self.recent < 0:

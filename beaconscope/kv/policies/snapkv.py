@@ -51,6 +51,7 @@ class SnapKV(Policy):
     kernel: int = 5
     """Neighbours that are pooled, an odd number."""
     pooling: Literal["mean", "max"] = "mean"
+    """How neighbours are pooled."""
 
     def __post_init__(self) -> None:
         self._check_least(window=1, kernel=1)

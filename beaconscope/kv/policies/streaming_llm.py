@@ -33,6 +33,7 @@ class StreamingLLM(Policy):
     source: ClassVar[str] = "Xiao et al. 2023, arXiv 2309.17453"
 
     sinks: int = 4
+    """First positions that always stay."""
 
     def __post_init__(self) -> None:
         if self.sinks < 0:
