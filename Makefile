@@ -8,6 +8,7 @@ BIN := $(VENV)/bin
 # Two processes with one thread each beat one process with two on small models.
 WORKERS ?= 2
 PYTEST_ARGS ?=
+BENCHMARKS := recording attentions decoding gpu analyze detection replay report accuracy
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
@@ -43,11 +44,11 @@ format: install
 	$(BIN)/ruff format .
 
 bench: install
-	for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+	for name in $(BENCHMARKS); do echo "== $$name"; $(BIN)/python benchmarks/$$name.py || exit 1; done
 
 # Each benchmark for less than a minute: shows that it runs, not what it measures.
 bench-quick: install
-	for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script --quick || exit 1; done
+	for name in $(BENCHMARKS); do echo "== $$name"; $(BIN)/python benchmarks/$$name.py --quick || exit 1; done
 
 bench-peers: $(PEERS)/installed
 	$(PEERS)/bin/python benchmarks/decoding.py

@@ -15,7 +15,6 @@ import argparse
 import json
 import math
 import multiprocessing
-import resource
 import sys
 import tempfile
 import time
@@ -25,6 +24,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.memory import peak_bytes
 from tests.analyze.made import Plan, plant
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -66,7 +66,7 @@ def analyzed(path: Path, clusters: int, jobs: int | None) -> dict[str, Any]:
         "seconds": wall,
         "processor_seconds": processor,
         "nanoseconds_per_head_and_token_squared": 1e9 * processor / (query_heads * trace.length**2),
-        "peak_gigabytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6,
+        "peak_gigabytes": peak_bytes() / 1e9,
     }
 
 

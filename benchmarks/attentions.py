@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import statistics
 import subprocess
 import sys
@@ -36,6 +35,7 @@ import transformers
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import beaconscope
+from benchmarks.memory import peak_bytes
 from tests.tiny import VOCABULARY, tiny_tokenizer
 
 WAYS = ("output_attentions", "recorded, full", "recorded, beacon", "unrecorded")
@@ -69,7 +69,7 @@ def run(way: str, tokens: int) -> tuple[float, int]:
     """Seconds, and bytes by which this process grew at most."""
     model = make_model("eager" if way == "output_attentions" else "sdpa")
     generate(model, 4, attentions=False)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = peak_bytes()
     begin = time.perf_counter()
     if way.startswith("recorded"):
         full = way.endswith("full")
@@ -79,7 +79,7 @@ def run(way: str, tokens: int) -> tuple[float, int]:
         kept = generate(model, tokens, attentions=way == "output_attentions")
     took = time.perf_counter() - begin
     assert kept is not None
-    return took, 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+    return took, peak_bytes() - before
 
 
 def run_apart(way: str, tokens: int, threads: int) -> tuple[float, int]:

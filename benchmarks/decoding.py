@@ -31,7 +31,6 @@ import importlib.util
 import json
 import math
 import os
-import resource
 import statistics
 import subprocess
 import sys
@@ -49,6 +48,7 @@ from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM, StaticCach
 
 from beaconscope.kv import BeaconCache
 from beaconscope.models.compat import cache_argument
+from benchmarks.memory import peak_bytes
 
 SHAPES: dict[str, dict[str, int]] = {
     "scaled": {
@@ -238,7 +238,7 @@ def seconds_a_step(name: str, case: Case, shape: str, full_steps: int) -> tuple[
 def peak_memory(name: str, case: Case, shape: str) -> int:
     """Bytes by which the process grew at most, in this process."""
     make_model(shape)(torch.zeros(case.batch, 2, dtype=torch.long))
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = peak_bytes()
     if name == "full":
         with growing(case, shape) as decoding:
             decoding.fill(case.length - 4)
@@ -246,7 +246,7 @@ def peak_memory(name: str, case: Case, shape: str) -> int:
     else:
         with STEADY[name](case, shape) as decoding:
             decoding.steps(case.interval)
-    return 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+    return peak_bytes() - before
 
 
 def peak_memory_apart(name: str, case: Case, shape: str) -> int:

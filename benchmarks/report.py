@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
 import sys
 import tempfile
 import time
@@ -37,6 +36,7 @@ from beaconscope.trace import (
     TokenBlock,
     TraceLayout,
 )
+from benchmarks.memory import peak_bytes
 
 SIZE, HITS, BUDGET, INTERVAL, BEACONS, PROMPT, WINDOW = 64, 8, 1024, 128, 16, 256, 128
 WORDS = [" the", " so", " we", " need", " to", " check", " step", " again", ".", "\n", " which", " gives", " then"]
@@ -241,7 +241,7 @@ def main() -> None:
             "query_heads": layers * kv_heads * args.group,
             "seconds": time.perf_counter() - wall,
             "processor_seconds": time.process_time() - processor,
-            "peak_gigabytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6,
+            "peak_gigabytes": peak_bytes() / 1e9,
             "page_megabytes": len(html.encode()) / 1e6,
         }
         page = folder / f"made-{length}-{args.group}.html"
