@@ -126,10 +126,12 @@ class Decoding:
         self.position = 0
 
     def feed(self, tokens: int) -> None:
-        """A prompt of random tokens."""
+        """A prompt of random tokens, in pieces, so that its activations take little memory."""
         ids = torch.randint(self.model.config.vocab_size, (self.case.batch, tokens))
-        self.model(ids, use_cache=True, logits_to_keep=1, **self.argument)
-        self.position = tokens
+        for piece in ids.split(64, dim=1):
+            positions = torch.arange(self.position, self.position + piece.shape[1])[None]
+            self.model(piece, position_ids=positions, use_cache=True, logits_to_keep=1, **self.argument)
+            self.position += piece.shape[1]
 
     def fill(self, tokens: int) -> None:
         """Random entries, where a cache takes them as they are."""
@@ -165,14 +167,14 @@ Contender = Callable[[Case, str], contextlib.AbstractContextManager[Decoding]]
 def steady(
     make: Callable[[Qwen3ForCausalLM, Case], Any], *, sliding: bool = False, ours: bool = False, fills: bool = True
 ) -> Contender:
-    """A cache whose cost does not hang on the length: a prompt of B tokens fills it, and I more where it ``fills``."""
+    """A cache whose cost does not hang on the length, filled by a prompt; it is full two steps on if it ``fills``."""
 
     @contextlib.contextmanager
     def contender(case: Case, shape: str) -> Iterator[Decoding]:
         model = make_model(shape, case.budget + case.interval if sliding else None, ours=ours)
         decoding = Decoding(model, make(model, case), case)
-        decoding.feed(case.budget)
-        decoding.steps(case.interval + 1 if fills else 2)  # until it is full, and once compressed
+        decoding.feed(case.budget + case.interval - 2 if fills else case.budget)
+        decoding.steps(3)  # until it is full, and once compressed
         yield decoding
 
     return contender
