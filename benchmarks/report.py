@@ -2,6 +2,7 @@
 
     python benchmarks/report.py              # 32 K tokens, 6 layers x 8 KV heads of one query head each
     python benchmarks/report.py --group 4    # four query heads each
+    python benchmarks/report.py --curve      # building alone, 4 K to 32 K tokens
     python benchmarks/report.py --quick      # 2 K tokens, to keep the script alive
 
 The trace and what an analysis would find in it are made up: the page's cost hangs on their size alone. Times in the
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import tempfile
 import time
@@ -220,34 +222,61 @@ def in_browser(page_path: Path) -> dict[str, Any]:
     return found
 
 
+def built(folder: Path, length: int, layers: int, kv_heads: int, group: int) -> tuple[dict[str, Any], Path]:
+    """What it takes to build a page, and the page."""
+    path = folder / f"made-{length}-{group}.parquet"
+    if not path.exists():
+        made_trace(path, length, layers, kv_heads, group)
+    subject = Subject(load_trace(path), made_findings(length, layers, kv_heads, group))
+    wall, processor = time.perf_counter(), time.process_time()
+    html = build_report([subject], ReportOptions())
+    figures: dict[str, Any] = {
+        "tokens": length,
+        "query_heads": layers * kv_heads * group,
+        "seconds": time.perf_counter() - wall,
+        "processor_seconds": time.process_time() - processor,
+        "peak_gigabytes": peak_bytes() / 1e9,
+        "page_megabytes": len(html.encode()) / 1e6,
+    }
+    page = folder / f"made-{length}-{group}.html"
+    write_page(page, html)
+    return figures, page
+
+
+def curve(folder: Path, group: int) -> list[dict[str, Any]]:
+    """Print how building grows with the length."""
+    built(folder, 1024, 6, 8, group)  # the first layout of all is compiled
+    rows = []
+    for length in (4096, 8192, 16384, 32768):
+        rows.append(built(folder, length, 6, 8, group)[0])
+        said = rows[-1]
+        print(f"{length:6} tokens: {said['seconds']:6.1f} s, page {said['page_megabytes']:.2f} MB", flush=True)
+    growth = {
+        name: math.log(rows[-1][name] / rows[0][name]) / math.log(rows[-1]["tokens"] / rows[0]["tokens"])
+        for name in ("seconds", "page_megabytes")
+    }
+    print(f"seconds grow with the length to the power of {growth['seconds']:.2f}, ", end="")
+    print(f"the page of {growth['page_megabytes']:.2f}")
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--curve", action="store_true")
     parser.add_argument("--group", type=int, default=1)
     parser.add_argument("--keep", type=Path, help="folder where trace and page are left, and found again")
     parser.add_argument("--json", type=Path, help="write the figures here too")
     args = parser.parse_args()
     length, layers, kv_heads = (2048, 2, 2) if args.quick else (32768, 6, 8)
+    figures: Any
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.keep or Path(temporary)
-        path = folder / f"made-{length}-{args.group}.parquet"
-        if not path.exists():
-            made_trace(path, length, layers, kv_heads, args.group)
-        subject = Subject(load_trace(path), made_findings(length, layers, kv_heads, args.group))
-        wall, processor = time.perf_counter(), time.process_time()
-        html = build_report([subject], ReportOptions())
-        figures: dict[str, Any] = {
-            "tokens": length,
-            "query_heads": layers * kv_heads * args.group,
-            "seconds": time.perf_counter() - wall,
-            "processor_seconds": time.process_time() - processor,
-            "peak_gigabytes": peak_bytes() / 1e9,
-            "page_megabytes": len(html.encode()) / 1e6,
-        }
-        page = folder / f"made-{length}-{args.group}.html"
-        write_page(page, html)
-        print(json.dumps(figures, indent=2), flush=True)
-        figures["browser"] = in_browser(page)
+        if args.curve:
+            figures = curve(folder, args.group)
+        else:
+            figures, page = built(folder, length, layers, kv_heads, args.group)
+            figures["browser"] = in_browser(page)
     text = json.dumps(figures, indent=2)
     print(text)
     if args.json:
