@@ -217,6 +217,13 @@ if importlib.util.find_spec("kvpress"):
     STEADY["kvpress"] = kvpress
 
 
+def with_beacons(count: int) -> Contender:
+    """BeaconCache with another number of beacons."""
+    return steady(
+        lambda model, case: BeaconCache(model, budget=case.budget, interval=case.interval, beacons=count), ours=True
+    )
+
+
 @torch.inference_mode()
 def seconds_a_step(name: str, case: Case, shape: str, full_steps: int) -> tuple[float, int]:
     """Mean seconds of a step over a whole generation, and the bytes of keys and values at its end."""
@@ -255,6 +262,8 @@ def peak_memory_apart(name: str, case: Case, shape: str) -> int:
     """The same, measured in a process of its own."""
     sizes = f"{case.length},{case.batch},{case.budget},{case.interval}"
     command = [sys.executable, __file__, "--shape", shape, "--peak-memory-of", name, sizes]
+    if " K = " in name:
+        command += ["--beacons", name.split()[-1]]
     return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
 
 
@@ -306,12 +315,14 @@ def main() -> None:
     parser.add_argument("--ratio", type=int, default=16, help="of length to budget")
     parser.add_argument("--interval", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--beacons", default="", help="compare these numbers of beacons too, such as 0,64,256")
     parser.add_argument("--full-steps", type=int, default=8, help="steps of the full cache at each of its lengths")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--json", type=Path, help="write the figures here too")
     parser.add_argument("--peak-memory-of", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
+    STEADY.update({f"beaconscope, K = {count}": with_beacons(int(count)) for count in args.beacons.split(",") if count})
     if args.peak_memory_of:
         name, sizes = args.peak_memory_of
         print(peak_memory(name, Case(*map(int, sizes.split(","))), args.shape))
