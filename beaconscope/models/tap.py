@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -197,12 +198,21 @@ def _tapped_cache(
     """The arguments of a call by name, and the tapped cache among them."""
     given: Mapping[str, Any] = kwargs
     if args:
-        given = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
+        forward = module.forward
+        method = getattr(forward, "__func__", None)
+        names = _parameters(forward) if method is None else _parameters(method)[1:]
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
     # transformers 5.2 says past_key_values, newer ones say cache.
     cache = given.get("cache")
     if cache is None:
         cache = given.get("past_key_values")
     return given, cache if isinstance(cache, TappedCache) else None
+
+
+@functools.lru_cache(maxsize=32)
+def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
+    """Names of a function's parameters; reading them takes longer than all else that is done in a step."""
+    return tuple(inspect.signature(function).parameters)
 
 
 def _tapped(backend: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
