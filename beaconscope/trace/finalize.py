@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +14,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from beaconscope.errors import BeaconScopeError
+from beaconscope.files import os_reason, remedy, replace_synced
 from beaconscope.trace.encode import rows_per_group
-from beaconscope.trace.folder import JournalFolder, os_reason
+from beaconscope.trace.folder import JournalFolder
 from beaconscope.trace.footer import seal
 from beaconscope.trace.metadata import METADATA_KEY, dump_metadata, layout_to_json
 from beaconscope.trace.phases import split_phases
@@ -41,6 +40,15 @@ _DICTIONARY = [
     "hit_position.list.element",
 ]
 _FLOAT_LISTS = ["beacon_similarity", "mass_sink", "mass_local", "mass_distant", "hit_mass"]
+
+
+class Refused(BeaconScopeError):
+    """The system did not let the file be written."""
+
+    def __init__(self, what: str, remedy: str) -> None:
+        super().__init__(f"{what}; {remedy}")
+        self.what = what
+        self.remedy = remedy
 
 
 @dataclass(frozen=True)
@@ -77,19 +85,16 @@ def write_trace(
 
     Raises
     ------
-    BeaconScopeError
-        Where the system refuses; the temporary file is removed then and ``target`` is as it was.
+    Refused
+        Where the system does not let it; the temporary file is removed then and ``target`` is as it was.
     """
     partial = target.with_name(target.name + ".partial")
     try:
         _write(found, partial, layout, metadata, progress or (lambda done, total: None))
         seal(partial)
-        _sync(partial)
-        os.replace(partial, target)
-        if sys.platform != "win32":  # where a folder cannot be opened
-            _sync(target.parent)
+        replace_synced(partial, target)
     except OSError as error:
-        raise BeaconScopeError(f"cannot write {target}: {os_reason(error)}") from error
+        raise Refused(f"cannot write {target}: {os_reason(error)}", remedy(error)) from error
     finally:
         with contextlib.suppress(OSError):
             partial.unlink(missing_ok=True)
@@ -239,12 +244,3 @@ def _encodings(schema: pa.Schema) -> dict[str, str]:
         if name in schema.names and schema.field(name).type.value_type == pa.float32():
             encodings[f"{name}.list.element"] = "BYTE_STREAM_SPLIT"
     return encodings
-
-
-def _sync(path: Path) -> None:
-    """Have the system put a file, or the names in a folder, on the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from beaconscope.errors import BeaconScopeError
+from beaconscope.files import lock_now, os_reason
 from beaconscope.trace.metadata import dump_metadata, parse_metadata
 from beaconscope.trace.schema import TraceLayout
 
@@ -33,13 +34,6 @@ _OURS = re.compile(
 def journal_path(output: Path) -> Path:
     """Where the journal of a recording to ``output`` lies: beside it."""
     return output.with_name(output.name + SUFFIX)
-
-
-def os_reason(error: BaseException) -> str:
-    """Say in a few words on one line why the system refused."""
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 class JournalFolder:
@@ -64,7 +58,7 @@ class JournalFolder:
         except OSError as error:
             raise BeaconScopeError(f"cannot write in {path}: {os_reason(error)}; check its permissions") from error
         try:
-            _lock_now(handle)
+            lock_now(handle)
             # Whoever held the lock may have removed the folder between our opening and locking the file.
             if not os.path.samestat(os.fstat(handle.fileno()), lock_path.stat()):
                 raise OSError
@@ -146,15 +140,3 @@ class JournalFolder:
         if self._lock is not None:
             self._lock.close()
             self._lock = None
-
-
-def _lock_now(handle: IO[bytes]) -> None:
-    """Lock an open file for this process alone, or raise OSError at once."""
-    if sys.platform == "win32":
-        import msvcrt
-
-        msvcrt.locking(handle.fileno(), msvcrt.LK_NBLCK, 1)
-    else:
-        import fcntl
-
-        fcntl.flock(handle.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -17,8 +17,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from beaconscope.errors import BeaconScopeError
-from beaconscope.trace.folder import SUFFIX, journal_path, os_reason
-from beaconscope.trace.schema import LayerLayout, TraceLayout
+from beaconscope.files import os_reason
+from beaconscope.trace.folder import SUFFIX, journal_path
+from beaconscope.trace.schema import LayerLayout, TraceLayout, row_bytes
 
 _MAGIC = b"PAR1"
 _SEAL = struct.Struct("<4sI8x")
@@ -26,6 +27,11 @@ _SEAL_MARK = b"BSC1"
 _TAIL = struct.Struct("<I4s")
 """Length of the footer, and the magic bytes."""
 MOST_POSITIONS = int(np.iinfo(np.int32).max)
+_MOST_EXPANSION = 100
+"""Times that a head in memory may be larger than the whole file. Recordings of a single head come to ten at most; what
+claims more is made to fill the memory."""
+_LEAST_ROOM = 64 << 20
+"""Bytes that a head may take whatever the size of the file: tiny files of repeated rows compress well."""
 
 UNREADABLE = (OSError, ValueError, KeyError, IndexError, TypeError, OverflowError, MemoryError, pa.ArrowException)
 """What pyarrow raises for bytes that are no Parquet; the footer has no checksum, so anything may stand in it."""
@@ -123,9 +129,17 @@ def check_rows(
         raise damaged(path, "its heads are not those that its metadata name")
     lengths = {sum(footer.row_group(number).num_rows for number in numbers) for numbers in groups.values()}
     length: int = lengths.pop()
-    if lengths or not 0 < length <= MOST_POSITIONS:
+    if lengths or not 0 < length < MOST_POSITIONS:
         raise damaged(path, "its heads have different numbers of positions")
     columns = {footer.schema.column(i).path: i for i in range(footer.num_columns)}
+    ragged = [place for name, place in columns.items() if name.startswith(("hit_", "beacons.", "evicted."))]
+    for layer, head in heads:
+        claimed = length * row_bytes(layer, layout)
+        for number in groups[layer.layer, head]:
+            group = footer.row_group(number)
+            claimed += group.total_byte_size + sum(8 * group.column(place).num_values for place in ragged)
+        if claimed > room(path):
+            raise damaged(path, f"it claims {claimed:,} bytes for one head, far more than a file of its size can hold")
     for layer, head in heads:
         for number in groups[layer.layer, head]:
             group = footer.row_group(number)
@@ -134,6 +148,11 @@ def check_rows(
                 if column is None or group.column(column).num_values != group.num_rows * size:
                     raise damaged(path, f"{name} in row group {number} is not of the size that its metadata name")
     return length
+
+
+def room(path: Path) -> int:
+    """Bytes of memory that what is read of a head may take."""
+    return max(_LEAST_ROOM, _MOST_EXPANSION * path.stat().st_size)
 
 
 def _list_sizes(layer: LayerLayout) -> dict[str, int]:
@@ -154,6 +173,20 @@ def same_kind(found: pa.DataType, expected: pa.DataType) -> bool:
             for field in expected
         )
     return bool(found == expected)
+
+
+def has_gaps(column: pa.Array, field: pa.Field) -> bool:
+    """Tell whether something is null, in a column or within it, that ``field`` says never is."""
+    if column.null_count and not field.nullable:
+        return True
+    if pa.types.is_dictionary(column.type):
+        return bool(column.dictionary.null_count) and not field.nullable
+    if _is_list(column.type):
+        return has_gaps(column.flatten(), field.type.value_field)
+    if pa.types.is_struct(column.type):
+        present = column.drop_null()
+        return any(has_gaps(present.field(part.name), part) for part in field.type)
+    return False
 
 
 def _is_list(kind: pa.DataType) -> bool:

@@ -17,9 +17,10 @@ from typing import Any
 import numpy as np
 
 from beaconscope.errors import BeaconScopeError
+from beaconscope.files import os_reason, remedy
 from beaconscope.trace.encode import HeadEncoder, encode_tokens
-from beaconscope.trace.finalize import Progress, scan, write_trace
-from beaconscope.trace.folder import JournalFolder, journal_path, os_reason
+from beaconscope.trace.finalize import Progress, Refused, scan, write_trace
+from beaconscope.trace.folder import JournalFolder, journal_path
 from beaconscope.trace.metadata import check_layout, check_types, layout_to_json, plain
 from beaconscope.trace.schema import (
     FORMAT_VERSION,
@@ -195,6 +196,11 @@ class Journal:
             with contextlib.suppress(OSError):
                 self._folder.write_metadata(final, final=True)
             found = scan(self._folder, self._layout)
+            if found.length == 0 and self._recorded():
+                raise BeaconScopeError(
+                    f"{self._folder.path} was emptied while the recording ran, so {self.output} is not written; "
+                    "record again, and leave it alone"
+                )
             if found.length == 0:
                 _remove_if_possible(self._folder)
                 raise BeaconScopeError(f"nothing was recorded, so {self.output} is not written; generate some tokens")
@@ -202,12 +208,13 @@ class Journal:
                 final |= {"whole": False, "cut_reason": "the recording stopped between two layers of a step"}
             try:
                 write_trace(found, self.output, self._layout, final, progress)
-            except BeaconScopeError as error:
+            except Refused as error:
                 raise BeaconScopeError(
-                    f"{error}; all {found.length} tokens are safe in {self._folder.path}: "
-                    f"make room, then run `beaconscope recover {self.output}`"
+                    f"{error.what}; all {found.length} tokens are safe in {self._folder.path}: "
+                    f"{error.remedy}, then run `beaconscope recover {self.output}`"
                 ) from error
-            self._folder.remove()
+            # The trace is in place. A journal that cannot be removed now is by the next `beaconscope recover`.
+            _remove_if_possible(self._folder)
         finally:
             self._folder.release()
         return self.output
@@ -280,8 +287,10 @@ class Journal:
             raise BeaconScopeError(f"{failure}; {rescue}") from failure
         if isinstance(failure, OSError):
             raise BeaconScopeError(
-                f"cannot write to {self._folder.path}: {os_reason(failure)}; make room; {rescue}"
+                f"cannot write to {self._folder.path}: {os_reason(failure)}; {remedy(failure)}; {rescue}"
             ) from failure
+        if isinstance(failure, MemoryError):
+            raise BeaconScopeError(f"no memory is left to write to {self._folder.path}; {rescue}") from failure
         raise failure
 
 
@@ -393,6 +402,8 @@ def check_target(output: Path, *, force: bool) -> None:
         raise BeaconScopeError(f"{output} is a folder; give the path of a file")
     if not output.parent.is_dir():
         raise BeaconScopeError(f"folder {output.parent} does not exist; create it or give another output")
+    if output.exists() and not output.is_file():
+        raise BeaconScopeError(f"{output} is a device or a pipe, in whose place no file is put; give another output")
     if output.exists() and not force:
         raise BeaconScopeError(f"{output} exists; give --force to replace it, or another output")
 

@@ -81,7 +81,20 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "timings": (dict,),
     "peak_memory": (dict,),
     "attention_over": (str,),
+    "ended": (bool,),
+    "right_answer": (str, type(None)),
+    "attention": (dict,),
+    "prefill_passes": (list,),
+    "shared_layers": (list,),
 }
+# Of what is shown or computed with. Of a model something may not be known, which is null.
+_INNER: dict[str, dict[str, tuple[type, ...]]] = {
+    "model": {"id": (str,), "revision": (str,), "dtype": (str,), "parameters": (int,), "config": (dict,)},
+    "tokenizer": {"special_ids": (list,)},
+    "policy": {"name": (str,), "params": (dict,)},
+    "options": {"sampling": (dict,), "layers": (str,), "heads": (str,)},
+}
+_NUMBERS = ("timings", "peak_memory")
 _REQUIRED = ("format_version", "recording_id", "layout", "whole", "prompt_length")
 
 # No model comes near these; a file that claims more is nonsense and would only cost memory.
@@ -128,7 +141,8 @@ def parse_metadata(data: bytes, path: Path) -> tuple[dict[str, Any], TraceLayout
         For a newer major version of the format, missing keys, or values that make no sense.
     """
     try:
-        metadata = json.loads(data)
+        # What JSON should not know, such as NaN, is null from here on.
+        metadata = plain(json.loads(data))
     except (ValueError, RecursionError) as error:
         raise _nonsense(path, "they are no JSON") from error
     if not isinstance(metadata, dict):
@@ -138,6 +152,7 @@ def parse_metadata(data: bytes, path: Path) -> tuple[dict[str, Any], TraceLayout
         if key not in metadata:
             raise _nonsense(path, f"{key} is missing")
     check_types(metadata, path)
+    _check_inner(metadata, path)
     if metadata["prompt_length"] < 0:
         raise _nonsense(path, "prompt_length is negative")
     return metadata, layout_from_json(metadata["layout"], path)
@@ -158,6 +173,25 @@ def check_types(metadata: Mapping[str, Any], path: Path) -> None:
         if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
             expected = " or ".join("null" if kind is type(None) else kind.__name__ for kind in types)
             raise _nonsense(path, f"{key} is no {expected}")
+
+
+def _check_inner(metadata: Mapping[str, Any], path: Path) -> None:
+    """Refuse known keys within known keys whose values have the wrong type, likewise."""
+    for key, inner in _INNER.items():
+        for name, types in inner.items():
+            if name not in metadata.get(key, {}):
+                continue
+            value = metadata[key][name]
+            known = value is not None or key != "model"
+            if known and (not isinstance(value, types) or isinstance(value, bool)):
+                raise _nonsense(path, f"{key}.{name} is no {types[0].__name__}")
+    for key in _NUMBERS:
+        for name, value in metadata.get(key, {}).items():
+            if value is not None and (not isinstance(value, int | float) or isinstance(value, bool)):
+                raise _nonsense(path, f"{key}.{name} is no number")
+    special = metadata.get("tokenizer", {}).get("special_ids", [])
+    if not all(isinstance(index, int) for index in special):
+        raise _nonsense(path, "tokenizer.special_ids are no whole numbers")
 
 
 def _check_version(version: Any, path: Path) -> None:

@@ -9,16 +9,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from beaconscope.errors import BeaconScopeError
-from beaconscope.trace.folder import os_reason
+from beaconscope.files import os_reason
 from beaconscope.trace.footer import (
     MOST_POSITIONS,
     UNREADABLE,
@@ -26,11 +27,16 @@ from beaconscope.trace.footer import (
     check_rows,
     check_seal,
     damaged,
+    has_gaps,
+    room,
     row_groups_by_head,
     same_kind,
 )
 from beaconscope.trace.metadata import METADATA_KEY, parse_metadata
-from beaconscope.trace.schema import Eviction, LayerLayout, TraceLayout, parquet_schema
+from beaconscope.trace.schema import Eviction, LayerLayout, Phase, TraceLayout, parquet_schema
+
+_TEXTS = ("token", "token_bytes", "phase")
+"""Read as dictionaries, so that a text which is repeated is in memory once until its length is known."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +67,7 @@ class Trace:
         """See `beaconscope.trace.metadata.TraceMetadata`."""
         self.layout = layout
         self._footer = footer
+        self._schema = parquet_schema(layout)
         self._groups = row_groups_by_head(path, footer)
         self.length = check_rows(path, footer, layout, self._groups)
         """T, positions in the trace."""
@@ -147,7 +154,12 @@ class Trace:
     def tokens(self) -> pd.DataFrame:
         """One row per position: position, token_id, token, token_bytes, phase, logprob, entropy."""
         columns = ["position", "token_id", "token", "token_bytes", "phase", "logprob", "entropy"]
-        frame: pd.DataFrame = self._read(*self.heads[0], columns).to_pandas()
+        table = self._read(*self.heads[0], columns)
+        place = columns.index("token_bytes")
+        table = table.set_column(place, "token_bytes", table.column(place).cast(pa.binary()))
+        frame: pd.DataFrame = table.to_pandas()
+        if not frame["phase"].isin(get_args(Phase)).all():
+            raise damaged(self.path, "it has phases other than prompt, think and answer")
         return frame
 
     def head(self, layer: int, kv_head: int) -> HeadTrace:
@@ -205,9 +217,16 @@ class Trace:
         structs = lists.flatten()
         query_head = np.asarray(structs.field("query_head"))
         source = np.asarray(structs.field("source").fill_null(-1))
-        if len(source) and (source.max() >= self.length or query_head.min() < 0):
-            raise damaged(self.path, "its beacons come from nowhere")
+        shape = self._layer(layer)
         vectors = structs.field("vector")
+        if len(source) and (
+            source.min() < -1
+            or source.max() >= self.length
+            or query_head.min() < 0
+            or query_head.max() >= shape.group_size
+            or np.any(np.asarray(vectors.value_lengths().fill_null(0))[source < 0] != shape.key_size)
+        ):
+            raise damaged(self.path, "its beacons come from nowhere")
         return pd.DataFrame(
             {
                 "position": position,
@@ -296,11 +315,21 @@ class Trace:
             )
         groups = self._groups[layer, kv_head]
         try:
-            with pq.ParquetFile(self.path, metadata=self._footer, page_checksum_verification=True) as file:
+            with pq.ParquetFile(
+                self.path, metadata=self._footer, page_checksum_verification=True, read_dictionary=list(_TEXTS)
+            ) as file:
                 table = file.read_row_groups(groups, columns=list(columns))
             table.validate(full=True)
+        except FileNotFoundError as error:
+            raise BeaconScopeError(f"{self.path} is gone; put it back and run this again") from error
         except UNREADABLE as error:
             raise damaged(self.path, os_reason(error)) from error
+        for name in columns:
+            column = _chunk(table, name)
+            if has_gaps(column, self._schema.field(name)):
+                raise damaged(self.path, f"{name} has gaps")
+            if name in _TEXTS and _text_bytes(column) > room(self.path):
+                raise damaged(self.path, f"{name} is far longer than a file of its size can hold")
         if not np.array_equal(np.asarray(_chunk(table, "position")), np.arange(self.length)):
             raise damaged(
                 self.path, f"the positions of layer {layer}, KV head {kv_head} are not 0 to {self.length - 1}"
@@ -386,6 +415,12 @@ def _open(path: Path) -> Trace:
         if not same_kind(found, field.type):
             raise damaged(path, f"column {field.name} is {found}, not {field.type}")
     return Trace(path, footer, metadata, layout)
+
+
+def _text_bytes(column: pa.Array) -> int:
+    """Bytes of a column of texts once each row has its own."""
+    sizes = np.asarray(pc.binary_length(column.dictionary).fill_null(0)).astype(np.int64)
+    return int(sizes[np.asarray(column.indices.fill_null(0))].sum()) if len(sizes) else 0
 
 
 def _chunk(table: pa.Table, name: str) -> pa.Array:

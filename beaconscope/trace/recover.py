@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from beaconscope.errors import BeaconScopeError
-from beaconscope.trace.finalize import Progress, scan, write_trace
+from beaconscope.trace.finalize import Progress, Refused, scan, write_trace
 from beaconscope.trace.folder import SUFFIX, JournalFolder, journal_path
 from beaconscope.trace.journal import check_target
 from beaconscope.trace.reader import load_trace
@@ -55,6 +55,11 @@ def recover(path: Path, *, output: Path | None = None, force: bool = False, prog
     folder = JournalFolder.lock(journal)
     try:
         if not folder.holds_recording():
+            if recorded.exists():
+                # The file was in place, and its journal as good as gone.
+                load_trace(recorded)
+                folder.remove()
+                return _without_journal(recorded, target, journal)
             raise BeaconScopeError(f"{journal} holds no recording; nothing can be recovered, remove it")
         metadata, layout, ended = folder.read_metadata()
         if _is_recording(target, str(metadata["recording_id"])):
@@ -75,9 +80,9 @@ def recover(path: Path, *, output: Path | None = None, force: bool = False, prog
             metadata |= {"whole": False, "cut_reason": metadata.get("cut_reason") or reason}
         try:
             write_trace(found, target, layout, metadata, progress)
-        except BeaconScopeError as error:
+        except Refused as error:
             raise BeaconScopeError(
-                f"{error}; {journal} is as it was: make room and run this again, or give --output on another disk"
+                f"{error.what}; {journal} is as it was: {error.remedy} and run this again, or give --output elsewhere"
             ) from error
         folder.remove()
     finally:

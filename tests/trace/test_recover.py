@@ -242,7 +242,7 @@ def test_the_journal_outlives_a_recover_that_fails(tmp_path: Path, monkeypatch: 
         raise OSError(5, "Input/output error")
 
     with monkeypatch.context() as patch:
-        patch.setattr("beaconscope.trace.finalize.os.replace", refuse)
+        patch.setattr("beaconscope.files.os.replace", refuse)
         with pytest.raises(BeaconScopeError, match=r"cannot write .*trace\.parquet: Input/output error"):
             recover(output)
     assert {path.name: path.read_bytes() for path in journal.iterdir()} == before
