@@ -88,7 +88,8 @@ def find_events(
         steps = np.flatnonzero(candidate[group])
         for at, weight in attention.rows(group, steps):
             far = torch.arange(weight.shape[1]) < torch.from_numpy(at)[:, None] - window
-            far[:, scanned.sinks[group]] = False
+            # A sink may lie after these steps.
+            far[:, [sink for sink in scanned.sinks[group] if sink < far.shape[1]]] = False
             distant = weight * far
             top = distant.topk(min(MOST_TARGETS, distant.shape[1]), dim=-1)
             # Among equals topk promises no order; positions settle it.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 
 import numpy as np
@@ -39,6 +40,16 @@ def test_revisits_targets_heads_and_anchors_are_those_planted(tmp_path):
     assert all(any(start <= place for start in places) for place in made.revisits.values())
     assert found.anchors["visits"].is_monotonic_decreasing
     assert [sink["position"] for sink in found.summary["sinks"]] == [0]
+
+
+def test_a_sink_after_the_looks_back_changes_nothing_about_them(tmp_path, monkeypatch):
+    made, alone = analysis_of(tmp_path)
+    late = alone.summary["length"] - 1
+    run = importlib.import_module("beaconscope.analyze.run")
+    monkeypatch.setattr(run, "find_sinks", lambda attention, *_: [[0, late]] * attention.groups)
+    again = analyze(load_trace(made.path), FAST)
+    assert again.summary["sinks"][-1]["position"] == late
+    assert list(again.revisits["position"]) == list(alone.revisits["position"])
 
 
 @pytest.mark.parametrize("revisiting", [1, 2])
