@@ -49,7 +49,7 @@ def _range(part: str, text: str, what: str) -> range:
     span, _, step = part.partition(":")
     first, dash, last = span.partition("-")
     numbers = [first, last if dash else first, step if ":" in part else "1"]
-    if not all(number.strip().isascii() and number.strip().isdigit() for number in numbers):
+    if not all(number.strip().isascii() and number.strip().isdigit() and len(number) < 20 for number in numbers):
         raise UsageError(f"{what} {text!r} is no list; write all, auto, 0,8,16 or 0-8:2")
     start, end, stride = (int(number) for number in numbers)
     if end < start or stride < 1 or end > 100_000:

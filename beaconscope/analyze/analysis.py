@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import numpy as np
 import pandas as pd
 
 from beaconscope.analyze.options import AnalyzeOptions
+from beaconscope.files import whole_file
 
 SCHEMA_VERSION = "1.0"
 """Of the JSON; ``docs/analysis.md`` specifies it. A minor version adds keys, a major one changes them."""
@@ -69,6 +69,11 @@ class Analysis:
         """Write the per-token table as Parquet, with everything else as JSON under the key ``beaconscope.analysis``.
 
         The file appears at once when it is whole.
+
+        Raises
+        ------
+        BeaconScopeError
+            Where the system refuses.
         """
         import pyarrow as pa
         import pyarrow.parquet as pq
@@ -76,12 +81,8 @@ class Analysis:
         path = Path(path)
         table = pa.Table.from_pandas(self.tokens, preserve_index=False)
         table = table.replace_schema_metadata({"beaconscope.analysis": json.dumps(self.to_dict(), allow_nan=False)})
-        partial = path.with_name(path.name + ".partial")
-        try:
+        with whole_file(path) as partial:
             pq.write_table(table, partial, compression="zstd")
-            os.replace(partial, path)
-        finally:
-            partial.unlink(missing_ok=True)
         return path
 
 

@@ -15,9 +15,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from beaconscope.errors import BeaconScopeError
 from beaconscope.kv.rotary import Rotary
 from beaconscope.trace import HeadTrace, Trace
+from beaconscope.trace.facts import attention_of, rotary_of
 
 _BLOCK_BYTES = 16 << 20
 """Weights computed in one go: small enough to stay near the processor, large enough for its matrix product."""
@@ -43,22 +43,16 @@ def layer_facts(trace: Trace, layer: int) -> LayerFacts:
     BeaconScopeError
         Where what it says is no such thing.
     """
-    facts = trace.metadata.get("attention", {}).get(str(layer))
+    facts = attention_of(trace, layer)
     if facts is None:
         return LayerFacts(trace.layout.of(layer).key_size ** -0.5, None, None, None, assumed=True)
-    try:
-        return LayerFacts(float(facts["scaling"]), facts["softcap"], facts["sink_logit"], facts["window"], False)
-    except (KeyError, TypeError, ValueError) as error:
-        raise BeaconScopeError(
-            f"{trace.path} does not say how layer {layer} attends; record it again with this version"
-        ) from error
+    return LayerFacts(float(facts["scaling"]), facts["softcap"], facts["sink_logit"], facts["window"], False)
 
 
 def layer_rotary(trace: Trace, layer: int) -> Rotary | None:
     """The rotary embedding of a layer, None where it has none or the trace does not say."""
-    rotary: dict[str, Any] = trace.metadata.get("rotary", {})
-    kind = rotary.get("layers", {}).get(str(layer))
-    return None if kind is None else Rotary.from_dict(rotary["kinds"][kind])
+    found = rotary_of(trace, layer)
+    return None if found is None else Rotary.from_dict(found)
 
 
 class HeadAttention:

@@ -109,14 +109,14 @@ class AnalyzeOptions:
         }  # fmt: skip
         for name, low in least.items():
             value = getattr(self, name)
-            if value is not None and value < low:
-                raise UsageError(f"{name} {value} makes no sense; give at least {low}")
+            if value is not None and not low <= value <= MOST:
+                raise UsageError(f"{name} {value} makes no sense; give at least {low} and at most {MOST}")
         for name in ("sink_share", "min_share", "min_mass", "fdr", "lone_rate", "target_mass"):
             if not 0 < getattr(self, name) <= 1:
                 raise UsageError(f"{name} {getattr(self, name)} is no share; give more than 0 and at most 1")
         if self.focus > MOST_TARGETS:
             raise UsageError(f"focus {self.focus} is more than the {MOST_TARGETS} positions kept of a query; give less")
-        if self.min_z < 0 or self.min_rise < 0 or self.lone_share < 0:
+        if not (self.min_z >= 0 and self.min_rise >= 0 and self.lone_share >= 0):  # nor what is no number
             raise UsageError("min_z, min_rise and lone_share must not be negative")
 
     def window_of(self, length: int) -> int:
@@ -127,5 +127,7 @@ class AnalyzeOptions:
         return max(16, min(64, length // 4), min(128, length // 8))
 
 
+MOST = (1 << 31) - 1
+"""No number of an analysis is larger; a seed may not be."""
 MOST_TARGETS = 64
 """Distant positions kept of a global query, by falling mass."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import sys
+
 import typer
 
 from beaconscope.cli.analyze import analyze
@@ -36,4 +39,8 @@ for _command in (demo, record, analyze, replay, report, figures, info, recover, 
 
 def main() -> None:
     """Run the command line."""
+    for stream in (sys.stdout, sys.stderr):
+        # A terminal that cannot show a letter of a trace shows a question mark for it.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     app()

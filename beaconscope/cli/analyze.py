@@ -20,7 +20,9 @@ CAUSAL = "Does it matter?"
 
 
 def analyze(
-    traces: Annotated[list[Path], typer.Argument(metavar="TRACE...", help="A trace; several are compared.")],
+    traces: Annotated[
+        list[Path], typer.Argument(readable=False, metavar="TRACE...", help="A trace; several are compared.")
+    ],
     layers: Annotated[
         str, typer.Option(help="Layers: all, 0,8,16 or 0-8:2.", rich_help_panel=WHAT, metavar="LIST")
     ] = "all",

@@ -9,7 +9,9 @@ from typing import Any
 import typer
 from typer.core import TyperCommand
 
-from beaconscope.errors import BeaconScopeError, UsageError
+from beaconscope.cli.terminal import printable
+from beaconscope.errors import BeaconScopeError, UsageError, no_memory
+from beaconscope.files import os_reason, remedy
 
 FAILED = 1
 WRONG_USAGE = 2
@@ -33,11 +35,18 @@ class Command(TyperCommand):
             code = WRONG_USAGE if isinstance(error, UsageError) else FAILED
             _say(error, str(error), verbose=ctx.params.get("verbose", False))
         except OSError as error:
-            # A broken pipe is typer's to handle; without a file name the system's words alone would not help.
-            if error.errno == errno.EPIPE or error.filename is None:
+            # A broken pipe is typer's to handle; what is no matter of the system is a fault.
+            if error.errno in (errno.EPIPE, None):
                 raise
             code = FAILED
-            _say(error, f"{error.filename}: {error.strerror}", verbose=ctx.params.get("verbose", False))
+            where = "" if error.filename is None else f"{error.filename}: "
+            _say(error, f"{where}{os_reason(error)}; {remedy(error)}", verbose=ctx.params.get("verbose", False))
+        except (MemoryError, RuntimeError) as error:
+            if not no_memory(error):
+                raise
+            code = FAILED
+            line = "no memory is left; ask for less at a time, or free some"
+            _say(error, line, verbose=ctx.params.get("verbose", False))
         except KeyboardInterrupt as interrupt:
             # Ctrl-C says nothing, unless something was left that the user should know of.
             if not interrupt.args:
@@ -50,4 +59,5 @@ class Command(TyperCommand):
 def _say(error: BaseException, line: str, *, verbose: bool) -> None:
     if verbose:
         traceback.print_exception(error)
-    typer.echo("error: " + " ".join(line.split()), err=True)
+    # It may quote what stands in a file.
+    typer.echo(f"error: {printable(line)}", err=True)

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from beaconscope.cli import output as out
 from beaconscope.cli.options import Force, Quiet, Verbose, Version
 from beaconscope.cli.report import check_inputs, read_subjects
 from beaconscope.cli.terminal import Terminal, quieten_libraries
@@ -14,11 +15,11 @@ from beaconscope.errors import BeaconScopeError
 
 
 def figures(
-    trace: Annotated[Path, typer.Argument(metavar="TRACE", help="A trace.")],
+    trace: Annotated[Path, typer.Argument(readable=False, metavar="TRACE", help="A trace.")],
     analysis: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="From `analyze -o FILE`. Default: analyze now.")
+        Path | None, typer.Option(readable=False, metavar="FILE", help="From `analyze -o FILE`. Default: analyze now.")
     ] = None,
-    replay: Annotated[Path | None, typer.Option(metavar="FILE", help="From `replay -o FILE`.")] = None,
+    replay: Annotated[Path | None, typer.Option(readable=False, metavar="FILE", help="From `replay -o FILE`.")] = None,
     png: Annotated[bool, typer.Option("--png", help="A PNG beside each SVG; needs Chromium on the PATH.")] = False,
     seed: Annotated[int, typer.Option(min=0, help="Of everything that is drawn at random.")] = 0,
     output: Annotated[
@@ -33,8 +34,7 @@ def figures(
     analyses, replays = ([path] if path else None for path in (analysis, replay))
     check_inputs([trace], analyses, replays)
     folder = output or Path(f"{trace.stem}-figures")
-    if folder.exists() and not folder.is_dir():
-        raise BeaconScopeError(f"{folder} is a file; give --output the name of a folder")
+    out.writable_folder(folder)
     if folder.exists() and any(folder.iterdir()) and not force:
         raise BeaconScopeError(f"{folder} is not empty; give --force to overwrite figures in it, or another --output")
     terminal = Terminal(quiet, verbose)

@@ -17,7 +17,7 @@ _PROMPT_SHOWN = 300
 
 
 def info(
-    trace: Annotated[Path, typer.Argument(metavar="TRACE", help="A trace.")],
+    trace: Annotated[Path, typer.Argument(readable=False, metavar="TRACE", help="A trace.")],
     json: Json = False,
     quiet: Quiet = False,
     verbose: Verbose = False,

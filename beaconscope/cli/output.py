@@ -64,12 +64,31 @@ def writable_file(path: Path, *, force: bool) -> Path:
     if path.is_dir():
         raise BeaconScopeError(f"{path} is a folder; give --output the name of a file")
     if path.exists():
+        if not path.is_file():
+            raise BeaconScopeError(f"{path} is a device or a pipe, in whose place no file is put; give --output a file")
         if not force:
             raise BeaconScopeError(f"{path} exists; give --force to overwrite it, or --output for another name")
         if not os.access(path, os.W_OK):
             raise BeaconScopeError(f"{path} is write-protected; give --output for another name")
     _check_folder(path.parent)
     return path
+
+
+def writable_folder(folder: Path) -> Path:
+    """``folder``, checked to be one in which files may be written, or that can be made.
+
+    Raises
+    ------
+    BeaconScopeError
+        If it is a file, or cannot be made or written to.
+    """
+    there = folder.absolute()
+    while not there.exists():
+        there = there.parent
+    if not there.is_dir():
+        raise BeaconScopeError(f"{there} is a file, not a folder; give another --output")
+    _check_can_write(there)
+    return folder
 
 
 def input_file(path: Path) -> Path:

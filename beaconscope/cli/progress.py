@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from beaconscope.cli.terminal import Report
+from beaconscope.cli.terminal import Report, printable
 
 
 @contextmanager
@@ -17,14 +17,15 @@ def progress_bar(what: str, unit: str, *, shown: bool) -> Iterator[Report]:
     """Show a bar on stderr while the block runs; nothing where stderr is no terminal or it is not ``shown``."""
     console = Console(stderr=True)
     columns = (
-        TextColumn("{task.description}"),
+        # The name of a file may look like markup.
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
         _Rate(unit),
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=console, transient=True, disable=not (shown and console.is_terminal)) as progress:
-        task = progress.add_task(what, total=None)
+        task = progress.add_task(printable(what), total=None)
 
         def report(done: int, total: int | None) -> None:
             progress.update(task, completed=done, total=total)

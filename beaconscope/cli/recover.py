@@ -15,7 +15,10 @@ from beaconscope.errors import UsageError
 
 def recover(
     trace: Annotated[
-        Path, typer.Argument(metavar="TRACE", help="What the recording was to write, or the journal beside it.")
+        Path,
+        typer.Argument(
+            readable=False, metavar="TRACE", help="What the recording was to write, or the journal beside it."
+        ),
     ],
     output: Output = None,
     force: Force = False,

@@ -26,7 +26,7 @@ LIVE = "Live check (runs the model)"
 
 
 def replay(
-    traces: Annotated[list[Path], typer.Argument(metavar="TRACE...", help="Traces.")],
+    traces: Annotated[list[Path], typer.Argument(readable=False, metavar="TRACE...", help="Traces.")],
     policy: Annotated[
         list[str] | None,
         typer.Option(
@@ -69,7 +69,9 @@ def replay(
     ] = None,
     grid: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="TOML file with the settings instead.", rich_help_panel=SETTINGS),
+        typer.Option(
+            readable=False, metavar="FILE", help="TOML file with the settings instead.", rich_help_panel=SETTINGS
+        ),
     ] = None,
     controls: Annotated[
         bool,
@@ -86,6 +88,7 @@ def replay(
     analysis: Annotated[
         Path | None,
         typer.Option(
+            readable=False,
             metavar="FILE",
             help="Revisiting tokens from `analyze -o FILE`. Default: analyze the trace now.",
             rich_help_panel=WHAT,
@@ -280,7 +283,7 @@ def _lists(**given: str | None) -> dict[str, list[object]]:
         if not pieces:
             raise UsageError(f"--{name.replace('_', '-')} is empty; give values such as 16,64")
         if name in ("budget", "interval", "beacons", "recent", "sinks"):
-            wrong = [piece for piece in pieces if not piece.isascii() or not piece.isdigit()]
+            wrong = [piece for piece in pieces if not piece.isascii() or not piece.isdigit() or len(piece) > 10]
             if wrong:
                 raise UsageError(f"--{name} {wrong[0]!r} is no whole number; give a list such as 16,64")
             found[name] = [int(piece) for piece in pieces]
@@ -323,12 +326,14 @@ def _revisits(trace: Trace, analysis: Path | None, terminal: Terminal) -> list[i
             tokens = analyze(trace, options, report).tokens
     else:
         import pandas as pd
+        from pyarrow import ArrowException
 
         try:
             tokens = pd.read_parquet(analysis, columns=["position", "revisit"])
-        except (OSError, ValueError) as error:
+            in_order = bool((tokens["position"] == range(len(tokens))).all() and tokens["revisit"].dtype == bool)
+        except (OSError, ValueError, TypeError, KeyError, ArrowException) as error:
             raise BeaconScopeError(f"{analysis} is no analysis; give a file that `analyze -o` wrote") from error
-        if len(tokens) != trace.length:
+        if len(tokens) != trace.length or not in_order:
             raise BeaconScopeError(
                 f"{analysis} is of {len(tokens)} tokens and {trace.path} has {trace.length}; analyze this trace"
             )
@@ -340,13 +345,15 @@ def _load(trace: Trace, model: str | None, device: str, terminal: Terminal) -> L
     from beaconscope.models import LoadOptions, load_model
     from beaconscope.record import check_model
 
-    described = trace.metadata["model"]
-    terminal.note(f"Loading {model or described['id']}.")
-    same = model is None or model == described["id"]
+    described = trace.metadata.get("model", {})
+    known = described.get("id") or ""
+    if not model and not known:
+        raise BeaconScopeError(f"{trace.path} does not say which model it is of; give --model")
+    terminal.note(f"Loading {model or known}.")
     options = LoadOptions(
-        model or described["id"],
-        revision=described.get("revision") if same else None,
-        dtype=described["dtype"],
+        model or known,
+        revision=described.get("revision") if model in (None, known) else None,
+        dtype=described.get("dtype") or "auto",
         device=device,
     )
     loaded = load_model(options)

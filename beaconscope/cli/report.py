@@ -24,13 +24,18 @@ _UNITS = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9}
 
 
 def report(
-    traces: Annotated[list[Path], typer.Argument(metavar="TRACE [TRACE]", help="A trace, or two side by side.")],
+    traces: Annotated[
+        list[Path], typer.Argument(readable=False, metavar="TRACE [TRACE]", help="A trace, or two side by side.")
+    ],
     analysis: Annotated[
         list[Path] | None,
-        typer.Option(metavar="FILE", help="From `analyze -o FILE`, one for each trace. Default: analyze now."),
+        typer.Option(
+            readable=False, metavar="FILE", help="From `analyze -o FILE`, one for each trace. Default: analyze now."
+        ),
     ] = None,
     replay: Annotated[
-        list[Path] | None, typer.Option(metavar="FILE", help="From `replay -o FILE`, one for each trace.")
+        list[Path] | None,
+        typer.Option(readable=False, metavar="FILE", help="From `replay -o FILE`, one for each trace."),
     ] = None,
     title: Annotated[str | None, typer.Option(help="Heading of the page. Default: the trace's name.")] = None,
     redact: Annotated[
@@ -147,6 +152,6 @@ def _truth(trace: Trace) -> list[dict[str, Any]] | None:
 
 def _bytes(text: str) -> int:
     match = _SIZE.fullmatch(text.strip())
-    if match is None:
+    if match is None or len(match[1]) > 20:
         raise UsageError(f"--max-size {text!r} is no size; give one such as 10MB")
     return int(float(match[1]) * _UNITS[(match[2] or "").lower()])

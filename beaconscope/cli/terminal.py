@@ -34,7 +34,7 @@ class Terminal:
     def note(self, text: str) -> None:
         """Say something on the way, on stderr."""
         if not self.quiet:
-            typer.echo(text, err=True)
+            typer.echo(harmless(text), err=True)
 
     def detail(self, text: str) -> None:
         """Say something on the way that only ``--verbose`` shows."""
@@ -45,14 +45,15 @@ class Terminal:
         """Say, last of all, what was written and which command comes next."""
         if self.quiet:
             return
-        typer.echo(f"Wrote {path}")
+        typer.echo(f"Wrote {harmless(str(path))}")
         if next_command:
-            typer.echo(f"Next: {shlex.join(next_command)}")
+            typer.echo(f"Next: {harmless(shlex.join(next_command))}")
 
     def table(self, rows: Iterable[tuple[str, str]]) -> None:
         """Show names and values on stdout, one pair a line; on a terminal long values are wrapped beside their name."""
         if self.quiet:
             return
+        rows = [(printable(name), harmless(value)) for name, value in rows]
         console = Console()
         if not console.is_terminal:
             for name, value in rows:
@@ -83,9 +84,14 @@ def in_bytes(count: float) -> str:
     return f"{count:.3g} TB"
 
 
+def harmless(text: str) -> str:
+    """Put a space for whatever would steer the terminal or turn the direction of text; line breaks stay."""
+    return "".join(letter if letter.isprintable() or letter == "\n" else " " for letter in text)
+
+
 def printable(text: str) -> str:
     """Put text on one line and leave out what would steer the terminal."""
-    return " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
+    return " ".join(harmless(text).split())
 
 
 def quieten_libraries(terminal: Terminal) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -23,6 +23,9 @@ _WEIGHTS = ("*.safetensors", "*.bin", "*.pt")
 _TOKENIZERS = ("tokenizer*", "vocab*", "tekken.json", "*.model", "*.tiktoken")
 
 
+Dtype = Literal["auto", "float32", "float16", "bfloat16"]
+
+
 @dataclass(frozen=True)
 class LoadOptions:
     """Which model to load, and how."""
@@ -30,7 +33,7 @@ class LoadOptions:
     model: str
     """Hub id, local folder or ``.gguf`` file."""
     revision: str | None = None
-    dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
+    dtype: Dtype = "auto"
     device: str = "auto"
     device_map: str | None = None
     attn: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
@@ -60,6 +63,10 @@ def load_model(options: LoadOptions) -> LoadedModel:
     source, extra = _locate(options)
     common: dict[str, Any] = {"revision": options.revision, "trust_remote_code": options.trust_remote_code, **extra}
     common = {key: value for key, value in common.items() if value is not None}
+    if options.dtype not in get_args(Dtype):
+        raise BeaconScopeError(
+            f"{options.dtype!r} is no type to load a model in; give one of {', '.join(get_args(Dtype))}"
+        )
     loading: dict[str, Any] = {"dtype": options.dtype if options.dtype == "auto" else getattr(torch, options.dtype)}
     if options.attn != "auto":
         loading["attn_implementation"] = options.attn
@@ -119,6 +126,10 @@ def _library_errors(model: str) -> Iterator[None]:
     except (torch.OutOfMemoryError, BeaconScopeError):
         raise
     except Exception as error:
+        if "trust_remote_code" in str(error):
+            raise BeaconScopeError(
+                f"{model} brings code of its own, which is not run unasked; read it, then give --trust-remote-code"
+            ) from error
         # What it says runs over many lines; the first says what is wrong.
         first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
         remedy = "; is the file whole?" if model.lower().endswith(".gguf") else ""

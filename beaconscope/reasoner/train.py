@@ -338,7 +338,7 @@ def train(recipe: Recipe, out: Path, *, resume: bool = False, compiled: bool = T
     rng = random.Random(recipe.seed)
     state: dict[str, Any] = {"step": 0, "stage": 0, "began": 0, "running": 0.0, "tokens": 0, "seconds": 0.0}
     if resume:
-        saved = torch.load(checkpoint, weights_only=False)
+        saved = torch.load(checkpoint, weights_only=True)
         probed.load_state_dict(saved["probed"])
         optimizer.load_state_dict(saved["optimizer"])
         rng.setstate(saved["rng"])
@@ -435,7 +435,7 @@ def export(checkpoint: Path, recipe: Recipe, folder: Path) -> None:
     ``training.json`` has the recipe, the versions, the checksum of the weights and the last line of the curve;
     ``curve.jsonl`` is the whole of it.
     """
-    saved = torch.load(checkpoint, weights_only=False)
+    saved = torch.load(checkpoint, weights_only=True)
     probed = Probed(make_model(recipe.seed))
     probed.load_state_dict(saved["probed"])
     generation: Any = probed.model.generation_config

@@ -5,7 +5,6 @@ The tokenizer is not asked for its warning of a long text: whether it fits is th
 
 from __future__ import annotations
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from beaconscope.errors import BeaconScopeError, UsageError
@@ -55,7 +54,7 @@ def _in_template(tokenizer: PreTrainedTokenizerBase, prompt: str, system: str | 
     messages.append({"role": "user", "content": prompt})
     try:
         text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    except TemplateError as error:
+    except Exception as error:  # a template is a program that comes with the model
         raise BeaconScopeError(
             f"the model's chat template refuses the prompt ({error}); give --raw, or no --system"
         ) from error

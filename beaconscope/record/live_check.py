@@ -29,6 +29,7 @@ from beaconscope.record.generate import Generation
 from beaconscope.record.options import Sampling
 from beaconscope.record.record import end_tokens, kinds_of_tokens
 from beaconscope.trace import Trace, split_phases
+from beaconscope.trace.facts import prefill_passes
 
 _TOGETHER = 64
 """Tokens whose distributions are held at a time."""
@@ -150,8 +151,14 @@ class _Runs:
         self._prompt = prompt
         self._policies = policies
         options = trace.options
-        # A chain of thought that was given says nothing of how long the model's own may be.
-        limit = generated if options["teacher_forced"] else int(options["max_new_tokens"])
+        try:
+            # A chain of thought that was given says nothing of how long the model's own may be.
+            limit = generated if options["teacher_forced"] else int(options["max_new_tokens"])
+            self._sampling = Sampling(**options["sampling"])
+            self._chunk = None if options["prefill_chunk"] is None else max(1, int(options["prefill_chunk"]))
+            self._markers = str(options["think_open"]), str(options["think_close"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise BeaconScopeError(f"{trace.path} does not say how it was generated; record it again") from error
         context = getattr(tapped.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
         self._limit = limit if context is None else min(limit, context - len(prompt))
         self._total = len(policies) * (generated + self._limit)
@@ -172,7 +179,7 @@ class _Runs:
         device = self._tapped.model.device
         text = torch.tensor([self._prompt + generated], device=device)
         start = 0
-        for size in self._trace.metadata.get("prefill_passes") or [len(self._prompt)]:
+        for size in prefill_passes(self._trace):
             before = [feed(text[:, start : start + size])[-1:] for feed in feeds]  # [1, V] each
             start += size
         told: list[list[Tensor]] = [[] for _ in feeds]
@@ -190,16 +197,15 @@ class _Runs:
 
     def free(self, policy: Policy) -> list[int]:
         """Tokens that the model writes with a cache of ``policy``."""
-        options = self._trace.options
         generation = Generation(
             self._tapped.model,
             self._cache(policy),
             [self._prompt],
-            Sampling(**options["sampling"]),
+            self._sampling,
             [self._limit],
             end_tokens(self._tapped.model, self._tokenizer),
         )
-        generation.prefill(options["prefill_chunk"])
+        generation.prefill(self._chunk)
         before = self._done
 
         def settled() -> bool:
@@ -212,9 +218,8 @@ class _Runs:
 
     def answer(self, tokens: list[int]) -> str:
         """What follows the thought in what was written."""
-        markers = (self._trace.options["think_open"], self._trace.options["think_close"])
         whole = self._prompt + tokens
-        phases = split_phases(token_bytes(self._tokenizer, whole), len(self._prompt), *markers)
+        phases = split_phases(token_bytes(self._tokenizer, whole), len(self._prompt), *self._markers)
         said = [token for token, phase in zip(whole, phases, strict=True) if phase == "answer"]
         return " ".join(str(self._tokenizer.decode(said, skip_special_tokens=True)).split())
 
@@ -290,7 +295,7 @@ def check_model(model: PreTrainedModel, trace: Trace) -> None:
     BeaconScopeError
         Saying which is.
     """
-    recorded = trace.metadata["model"]["config"]
+    recorded = trace.metadata.get("model", {}).get("config") or {}
     loaded = model.config.to_dict()
     for name in _SAME_MODEL:
         if recorded.get(name) != loaded.get(name):
@@ -298,3 +303,10 @@ def check_model(model: PreTrainedModel, trace: Trace) -> None:
                 f"{trace.path} is of another model ({trace.model_id}: {name} is {recorded.get(name)}, not "
                 f"{loaded.get(name)}); give --model the one that it was recorded with"
             )
+    embeddings = model.get_input_embeddings().weight
+    assert isinstance(embeddings, Tensor)
+    vocabulary = embeddings.shape[0]
+    if not trace.tokens["token_id"].between(0, vocabulary - 1).all():
+        raise BeaconScopeError(
+            f"{trace.path} has tokens that this model does not know; give --model the one that it was recorded with"
+        )

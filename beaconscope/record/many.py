@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import functools
 import os
 import tempfile
@@ -24,6 +23,7 @@ import torch
 
 from beaconscope.engines import Engine, WorkersDied, check_engine, run_tasks
 from beaconscope.errors import BeaconScopeError, UsageError
+from beaconscope.files import lock_now
 from beaconscope.models import LoadedModel, LoadOptions, load_model
 from beaconscope.record.options import RecordOptions
 from beaconscope.record.prompts import Prompt
@@ -148,7 +148,7 @@ class _Worker:
     """What a worker keeps from one batch to the next."""
 
     loaded: LoadedModel
-    claim: IO[str] | None
+    claim: IO[bytes] | None
     """An open file whose lock says that the GPU is taken; the system lets go of it when the process ends."""
 
 
@@ -166,7 +166,7 @@ def _wants_gpu(load: LoadOptions) -> bool:
     return load.device in ("auto", "cuda")
 
 
-def claim_gpu(run: str, count: int, folder: Path | None = None) -> tuple[int, IO[str]]:
+def claim_gpu(run: str, count: int, folder: Path | None = None) -> tuple[int, IO[bytes]]:
     """Take a GPU of this machine that no other worker of a run has.
 
     Parameters
@@ -196,9 +196,9 @@ def claim_gpu(run: str, count: int, folder: Path | None = None) -> tuple[int, IO
         # Processes that see different GPUs under the same index do not get into each other's way.
         name = visible[index] if index < len(visible) and visible[index] else str(index)
         path = folder / f"beaconscope-{run}-{name}.lock"
-        file = path.open("w")
+        file = path.open("ab")
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock_now(file)
         except OSError:
             file.close()
             continue

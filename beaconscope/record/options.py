@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
 from beaconscope.errors import UsageError
 from beaconscope.kv.policies import BeaconKV, Policy
+
+MOST = (1 << 31) - 1
+"""No number of tokens is larger; a seed may not be."""
 
 
 @dataclass(frozen=True)
@@ -21,16 +25,18 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.temperature < 0:
+        if not 0 <= self.temperature < math.inf:
             raise UsageError(f"temperature is {self.temperature}; give 0 (greedy) or more")
-        if self.top_k < 0:
-            raise UsageError(f"top-k is {self.top_k}; give 0 (off) or more")
+        if not 0 <= self.top_k <= MOST:
+            raise UsageError(f"top-k is {self.top_k}; give 0 (off) or more, at most {MOST}")
         if not 0 < self.top_p <= 1:
             raise UsageError(f"top-p is {self.top_p}; give more than 0 and at most 1")
         if not 0 <= self.min_p < 1:
             raise UsageError(f"min-p is {self.min_p}; give 0 (off) or more, below 1")
-        if self.repetition_penalty <= 0:
+        if not 0 < self.repetition_penalty < math.inf:
             raise UsageError(f"repetition penalty is {self.repetition_penalty}; give more than 0 (1 is off)")
+        if not 0 <= self.seed <= MOST:
+            raise UsageError(f"seed is {self.seed}; give 0 or more, at most {MOST}")
 
 
 @dataclass(frozen=True)
@@ -77,10 +83,10 @@ class RecordOptions:
             raise UsageError(f"max-new-tokens is {self.max_new_tokens}; give at least 1")
         if not 1 <= self.hits <= 128:
             raise UsageError(f"hits is {self.hits}; give 1 to 128")
-        if self.sink_positions < 0:
-            raise UsageError(f"sink-positions is {self.sink_positions}; give 0 or more")
-        if self.local_window < 1:
-            raise UsageError(f"local-window is {self.local_window}; give at least 1")
+        if not 0 <= self.sink_positions <= MOST:
+            raise UsageError(f"sink-positions is {self.sink_positions}; give 0 or more, at most {MOST}")
+        if not 1 <= self.local_window <= MOST:
+            raise UsageError(f"local-window is {self.local_window}; give at least 1, at most {MOST}")
         if self.prefill_chunk is not None and self.prefill_chunk < 1:
             raise UsageError(f"prefill-chunk is {self.prefill_chunk}; give at least 1")
         if not self.think_open or not self.think_close:

@@ -13,6 +13,11 @@ from beaconscope.errors import BeaconScopeError
 
 STDIN = "-"
 
+_MOST_BYTES = 256 << 20
+"""Of a text; more is no text, but a device that never ends or the wrong file."""
+# Names that Windows keeps for devices, whatever their ending.
+_DEVICES = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\..*)?", re.IGNORECASE)
+
 _FILE_NAME = re.compile(r"[\w.-]{1,200}", re.ASCII)
 
 
@@ -31,7 +36,11 @@ class Prompt:
 
 def names_a_file(identifier: str) -> bool:
     """Whether the id of a prompt can be the name of a file."""
-    return _FILE_NAME.fullmatch(identifier) is not None and not identifier.startswith(".")
+    return (
+        _FILE_NAME.fullmatch(identifier) is not None
+        and not identifier.startswith(".")
+        and _DEVICES.fullmatch(identifier) is None
+    )
 
 
 def read_text(source: str, what: str) -> str:
@@ -51,6 +60,8 @@ def read_text(source: str, what: str) -> str:
     """
     name = f"the {what} on stdin" if source == STDIN else f"the {what} file {source}"
     data = _read_bytes(source, name)
+    if len(data) > _MOST_BYTES:
+        raise BeaconScopeError(f"{name} has more than {_MOST_BYTES >> 20} MB; give a part of it at a time")
     if b"\0" in data:
         raise BeaconScopeError(f"{name} is binary; give a text file in UTF-8")
     try:
@@ -97,9 +108,10 @@ def read_prompts(source: str) -> tuple[Prompt, ...]:
 
 def _read_bytes(source: str, name: str) -> bytes:
     if source == STDIN:
-        return sys.stdin.buffer.read()
+        return sys.stdin.buffer.read(_MOST_BYTES + 1)
     try:
-        return Path(source).read_bytes()
+        with Path(source).open("rb") as file:
+            return file.read(_MOST_BYTES + 1)
     except FileNotFoundError:
         raise BeaconScopeError(f"{name} does not exist; check the name") from None
     except IsADirectoryError:
@@ -113,6 +125,8 @@ def _parse_line(line: str, where: str) -> Prompt:
         entry = json.loads(line)
     except json.JSONDecodeError as error:
         raise BeaconScopeError(f"{where}: no JSON ({error.msg}); write one object per line") from None
+    except (ValueError, RecursionError):
+        raise BeaconScopeError(f"{where}: no JSON that can be read; write one object per line") from None
     if not isinstance(entry, dict):
         raise BeaconScopeError(f'{where}: no object; write {{"id": ..., "prompt": ...}}')
     fields = {key: _text_field(entry, key, where) for key in ("id", "prompt", "completion", "answer")}

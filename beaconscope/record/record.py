@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import platform
-import resource
 import signal
 import sys
 import threading
@@ -25,7 +24,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from beaconscope.errors import BeaconScopeError, UsageError
+from beaconscope.errors import BeaconScopeError, UsageError, no_memory
 from beaconscope.kv.cache import CompressedCache
 from beaconscope.kv.kinds import token_kinds
 from beaconscope.models import TappedModel, tap, token_bytes
@@ -287,12 +286,15 @@ class _Job:
                 for index, journal in enumerate(journals):
                     journal.finalize(run.closing(index, interrupted))
         except KeyboardInterrupt:
-            left = [f"`beaconscope recover {output}`" for output in outputs if journal_path(output).exists()]
+            left = _left(outputs)
             if not left:
                 raise
-            raise KeyboardInterrupt(
-                f"stopped before the trace was written; what was recorded is safe: run {' and '.join(left)}"
-            ) from None
+            raise KeyboardInterrupt(f"stopped before the trace was written; {left}") from None
+        except (MemoryError, RuntimeError) as error:
+            left = _left(outputs)
+            if not left or not no_memory(error):
+                raise
+            raise BeaconScopeError(f"no memory is left; {left}") from error
         self._note_cache(run)
         return interrupted
 
@@ -342,6 +344,12 @@ class _Job:
             "device": str(model.device),
             "attention_over": "what the cache held" if options.policy.evicts else "everything",
         }
+
+
+def _left(outputs: Sequence[Path]) -> str:
+    """What to do with what was recorded, where the traces are not written; nothing where nothing was."""
+    left = [f"`beaconscope recover {output}`" for output in outputs if journal_path(output).exists()]
+    return f"what was recorded is safe: run {' and '.join(left)}" if left else ""
 
 
 def _layer_facts(tapped: TappedModel) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -501,9 +509,13 @@ def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> fr
 
 def _peak_memory(device: torch.device) -> dict[str, int]:
     """Peak bytes of the process, and of the device where it counts them."""
-    # Linux counts in KiB, macOS in bytes.
-    unit = 1 if sys.platform == "darwin" else 1024
-    peak = {"host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
+    peak: dict[str, int] = {}
+    if sys.platform != "win32":
+        import resource
+
+        # Linux counts in KiB, macOS in bytes.
+        unit = 1 if sys.platform == "darwin" else 1024
+        peak["host"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     if device.type == "cuda":
         peak["device"] = torch.cuda.max_memory_allocated(device)
     return peak

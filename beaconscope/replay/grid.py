@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -12,6 +13,9 @@ from typing import Any
 from beaconscope.errors import BeaconScopeError, UsageError
 from beaconscope.kv.policies import BeaconKV, Full, Oracle, Policy, RandomEviction, StreamingLLM, parse_policy
 
+_MOST_SETTINGS = 10_000
+_MOST_BYTES = 1 << 20
+"""Of a grid."""
 RANDOM_SEEDS = 5
 """Seeds of random eviction."""
 RANDOM_QUERY_SEEDS = 3
@@ -41,6 +45,9 @@ def expand(policies: Sequence[str], lists: Mapping[str, Sequence[object]]) -> li
         fixed = {part.partition("=")[0].strip().replace("-", "_") for part in given.split(",") if part.strip()}
         varied = [key for key in lists if key in kind.parameters() and key not in fixed]
         used.update(varied, fixed & set(lists))
+        count = len(found) + math.prod(len(lists[key]) for key in varied)
+        if count > _MOST_SETTINGS:
+            raise UsageError(f"these lists make {count:,} settings; give fewer values (at most {_MOST_SETTINGS:,})")
         for values in itertools.product(*(lists[key] for key in varied)):
             found[parse_policy(text, **dict(zip(varied, values, strict=True)))] = None
     idle = [key for key in lists if key not in used]
@@ -61,19 +68,27 @@ def read_grid(path: Path) -> list[Policy]:
         For a file that is missing, is no TOML, or does not have that form.
     """
     try:
-        blocks = tomllib.loads(path.read_text(encoding="utf-8")).get("sweep")
+        with path.open("rb") as file:
+            data = file.read(_MOST_BYTES + 1)
+        if len(data) > _MOST_BYTES:
+            raise BeaconScopeError(f"the grid {path} has more than {_MOST_BYTES >> 20} MB; is it the right file?")
+        blocks = tomllib.loads(data.decode("utf-8")).get("sweep")
     except FileNotFoundError:
         raise BeaconScopeError(f"the grid {path} does not exist; check the name") from None
     except (OSError, UnicodeDecodeError) as error:
         raise BeaconScopeError(f"the grid {path} cannot be read: {error}") from None
     except tomllib.TOMLDecodeError as error:
         raise BeaconScopeError(f"the grid {path} is no TOML: {error}") from None
+    except (ValueError, RecursionError):
+        raise BeaconScopeError(f"the grid {path} is no TOML that can be read") from None
     if not isinstance(blocks, list) or not all(isinstance(block, dict) and "policy" in block for block in blocks):
         raise BeaconScopeError(f'the grid {path} has no [[sweep]] with a policy; write [[sweep]] and policy = "beacon"')
     found: dict[Policy, None] = {}
     for block in blocks:
         lists = {key.replace("-", "_"): _listed(value) for key, value in block.items() if key != "policy"}
         found.update(dict.fromkeys(expand([str(name) for name in _listed(block["policy"])], lists)))
+    if not found:
+        raise BeaconScopeError(f"the grid {path} makes no settings; give each list a value")
     return list(found)
 
 

@@ -15,6 +15,7 @@ from beaconscope.kv.kinds import token_kinds
 from beaconscope.kv.rotary import Rotary
 from beaconscope.kv.step import AttentionStep
 from beaconscope.trace import Trace
+from beaconscope.trace.facts import attention_of, prefill_passes, rotary_of
 
 
 @dataclass(frozen=True)
@@ -145,17 +146,13 @@ def load_layer(
         When the layer or a head is not in the trace, or the trace does not say how its layers attend.
     """
     heads = tuple(trace.kv_heads(layer) if kv_heads is None else kv_heads)
-    try:
-        facts = trace.metadata["attention"][str(layer)]
-        rotary = trace.metadata["rotary"]
-        kind = rotary["layers"][str(layer)]
-        turned = None if kind is None else Rotary.from_dict(rotary["kinds"][kind])
-        scaling, softcap, sinks, window = (facts[key] for key in ("scaling", "softcap", "sink_logit", "window"))
-        passes = tuple(int(size) for size in trace.metadata.get("prefill_passes") or [trace.prompt_length])
-    except (KeyError, TypeError, ValueError, IndexError) as error:
+    facts = attention_of(trace, layer)
+    if facts is None or str(layer) not in (trace.metadata.get("rotary", {}).get("layers") or ()):
         raise BeaconScopeError(
             f"{trace.path} does not say how layer {layer} attends, so it cannot be replayed; record it anew"
-        ) from error
+        )
+    scaling, softcap, sinks, window = (facts[key] for key in ("scaling", "softcap", "sink_logit", "window"))
+    turned = rotary_of(trace, layer)
     read = [trace.head(layer, head) for head in heads]
 
     def stacked(arrays: list[np.ndarray]) -> Tensor:
@@ -169,12 +166,12 @@ def load_layer(
         query=query,
         key=stacked([head.key for head in read]),
         value=stacked(recorded) if values and len(recorded) == len(heads) else None,
-        rotary=Rotary.none(query.shape[-1]) if turned is None else turned,
+        rotary=Rotary.none(query.shape[-1]) if turned is None else Rotary.from_dict(turned),
         scaling=float(scaling),
         softcap=softcap,
         sink_logit=None if sinks is None else torch.tensor(sinks, device=device)[list(heads)],
         window=window,
-        passes=_within(passes, trace.length),
+        passes=prefill_passes(trace),
         shared=layer in trace.metadata.get("shared_layers", ()),
         kinds=_kinds(trace, device),
     )
@@ -191,14 +188,3 @@ def _kinds(trace: Trace, device: str) -> Tensor | None:
         for text, data in zip(tokens["token"], tokens["token_bytes"], strict=True)
     ]
     return token_kinds(pieces, np.flatnonzero(tokens["token_id"].isin(special)).tolist()).unsqueeze(0).to(device)
-
-
-def _within(passes: tuple[int, ...], length: int) -> tuple[int, ...]:
-    """The passes of a prompt, cut where the trace was cut."""
-    kept, total = [], 0
-    for size in passes:
-        size = min(size, length - total)
-        if size > 0:
-            kept.append(size)
-            total += size
-    return tuple(kept)

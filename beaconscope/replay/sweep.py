@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -23,6 +22,7 @@ import torch
 
 from beaconscope.engines import Engine, WorkersDied, run_tasks
 from beaconscope.errors import BeaconScopeError
+from beaconscope.files import whole_file
 from beaconscope.kv.policies import Policy
 from beaconscope.replay.grid import label
 from beaconscope.replay.kept import Kept
@@ -30,6 +30,7 @@ from beaconscope.replay.layer import LayerData, load_layer
 from beaconscope.replay.measure import HeadMeasures, MeasureOptions, measure_head
 from beaconscope.replay.simulate import Simulation
 from beaconscope.trace import Trace, load_trace
+from beaconscope.trace.facts import attention_of
 
 
 class Progress(Protocol):
@@ -117,7 +118,7 @@ def make_jobs(
     """
     layers: dict[int, list[int]] = {}
     for layer, head in trace.heads if heads is None else heads:
-        if trace.metadata.get("attention", {}).get(str(layer), {}).get("window") is None:
+        if (attention_of(trace, layer) or {}).get("window") is None:
             layers.setdefault(layer, []).append(head)
     if not layers:
         raise BeaconScopeError(
@@ -216,7 +217,8 @@ def _memory(kept: Kept, head: int, data: LayerData, trace: Trace) -> dict[str, A
     sizes = kept.sizes(head)[data.prompt_length :]
     dtype = str(trace.metadata.get("model", {}).get("dtype", "float32"))
     width = data.key.shape[-1] + (data.key if data.value is None else data.value).shape[-1]
-    entry = width * getattr(torch, dtype, torch.float32).itemsize
+    kind = getattr(torch, dtype, None)
+    entry = width * (kind if isinstance(kind, torch.dtype) else torch.float32).itemsize
     return {
         "entries": float(sizes.mean()),
         "entries_peak": int(sizes.max()),
@@ -284,12 +286,8 @@ def write_whole(path: Path, frame: pd.DataFrame, metadata: dict[str, str] | None
     table = pa.Table.from_pandas(frame, preserve_index=False)
     if metadata:
         table = table.replace_schema_metadata({**(table.schema.metadata or {}), **metadata})
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    try:
+    with whole_file(path) as partial:
         pq.write_table(table, partial, compression="zstd")
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)

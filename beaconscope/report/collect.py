@@ -400,8 +400,23 @@ def read_replay(path: Any) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(metadata[b"beaconscope.replay"])
         settings = found["settings"]
         version = str(found["schema_version"])
-    except (OSError, ValueError, KeyError, TypeError, pa.ArrowException) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, pa.ArrowException) as error:
         raise BeaconScopeError(f"{path} is no replay; {remedy}") from error
     if version.split(".")[0] != "1" or not isinstance(settings, list):
         raise BeaconScopeError(f"{path} has version {version} and this BeaconScope reads 1; {remedy}")
+    if not all(_is_setting(row, found.get("ranked_by")) for row in settings):
+        raise BeaconScopeError(f"{path} contradicts itself; {remedy}")
     return found
+
+
+def _is_setting(row: Any, figure: Any) -> bool:
+    """Whether a row of a replay has what is drawn of it."""
+    return (
+        isinstance(row, dict)
+        and isinstance(row.get("policy"), str)
+        and isinstance(row.get("params"), dict | None)
+        and isinstance(row.get(figure), int | float | None)
+        and isinstance(row.get("spread"), int | float | None)
+        and isinstance(row.get("kv_bytes"), int | float)
+        and 0 < row["kv_bytes"] < 1e18
+    )

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from beaconscope.errors import BeaconScopeError
+from beaconscope.files import whole_file
 from beaconscope.report.collect import Collected, collect
 from beaconscope.report.looks import Looks, Progress
 from beaconscope.report.options import ReportOptions
@@ -72,7 +73,8 @@ def write_figures(
         if drawing is None:
             continue
         path = folder / f"{name}.svg"
-        path.write_text(str(drawing), encoding="utf-8")
+        with whole_file(path) as partial:
+            partial.write_text(str(drawing), encoding="utf-8")
         written.append(path)
         if browser is not None:
             written.append(_to_png(browser, path, drawing))
@@ -89,14 +91,17 @@ def _browser() -> str:
 def _to_png(browser: str, svg: Path, drawing: Drawing) -> Path:
     png = svg.with_suffix(".png")
     with tempfile.TemporaryDirectory() as profile:
+        drawn = Path(profile, png.name)
         command = [
             browser, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", f"--user-data-dir={profile}",
             "--force-device-scale-factor=2", f"--window-size={drawing.width:.0f},{drawing.height:.0f}",
-            f"--screenshot={png.resolve()}", svg.resolve().as_uri(),
+            f"--screenshot={drawn}", svg.resolve().as_uri(),
         ]  # fmt: skip
         done = subprocess.run(command, capture_output=True, timeout=120, check=False)
-    if done.returncode or not png.exists():
-        raise BeaconScopeError(f"{browser} did not draw {png}; leave out --png and convert {svg} by other means")
+        if done.returncode or not drawn.exists():
+            raise BeaconScopeError(f"{browser} did not draw {png}; leave out --png and convert {svg} by other means")
+        with whole_file(png) as partial:
+            shutil.copyfile(drawn, partial)
     return png
 
 

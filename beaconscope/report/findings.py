@@ -48,7 +48,7 @@ def load_findings(path: Path, trace: Trace) -> Findings:
         table = pq.read_table(path)
         result = json.loads((table.schema.metadata or {})[_KEY])
         version = str(result["schema_version"])
-    except (OSError, ValueError, KeyError, TypeError, pa.ArrowException) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, pa.ArrowException) as error:
         raise BeaconScopeError(f"{path} is no analysis; {remedy}") from error
     if version.split(".")[0] != "1":
         raise BeaconScopeError(f"{path} has version {version} and this BeaconScope reads 1; {remedy}")
@@ -60,4 +60,43 @@ def load_findings(path: Path, trace: Trace) -> Findings:
     ids = trace.tokens["token_id"].to_numpy()
     if "token_id" in tokens and (tokens["token_id"].to_numpy() != ids).any():
         raise BeaconScopeError(f"{path} is of another text than {trace.path}; {remedy}")
+    if not _is_result(result, trace.length) or any(tokens[name].dtype.kind not in "biuf" for name in _COLUMNS):
+        raise BeaconScopeError(f"{path} contradicts itself; {remedy}")
     return Findings(result, tokens)
+
+
+def _is_result(result: Any, length: int) -> bool:
+    """Whether the JSON of an analysis has what a report takes from it."""
+
+    def rows(name: str, *whole: str) -> bool:
+        """Whether there is a list of rows in which the fields of these names are whole numbers of at least 0."""
+        found = result.get(name)
+        return isinstance(found, list) and all(
+            isinstance(row, dict) and all(_is_whole(row.get(field)) for field in whole) for row in found
+        )
+
+    head = ("layer", "kv_head", "query_head")
+    if not (
+        isinstance(result, dict)
+        and all(isinstance(result.get(name), dict) for name in ("summary", "options", "verdict", "cache"))
+        and isinstance(result.get("causal"), dict | None)
+        and rows("revisits", "position")
+        and all(rows(name, *head) for name in ("heads", "clusters", "beacons"))
+        and all(
+            row.get(name) is None or _is_whole(row[name]) for row in result["heads"] for name in ("revisits", "events")
+        )
+        and all(rows(name) for name in ("targets", "anchors", "lost"))
+    ):
+        return False
+    summary = result["summary"]
+    sinks = summary.get("sinks")
+    return (
+        _is_whole(summary.get("window"))
+        and isinstance(sinks, list)
+        and all(isinstance(sink, dict) and _is_whole(sink.get("position")) for sink in sinks)
+        and all(row["position"] < length and isinstance(row.get("score"), int | float) for row in result["revisits"])
+    )
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and 0 <= value < 1 << 31

@@ -47,7 +47,7 @@ class ReportOptions:
         if self.max_bytes < 1_000_000:
             raise UsageError(f"a report of {self.max_bytes} bytes cannot hold its own program; give at least 4 MB")
         for name, low in (("space_heads", 0), ("fit_queries", 20), ("shown_queries", 20), ("seed", 0)):
-            if getattr(self, name) < low:
-                raise UsageError(f"{name} {getattr(self, name)} makes no sense; give at least {low}")
+            if not low <= getattr(self, name) < 1 << 31:
+                raise UsageError(f"{name} {getattr(self, name)} makes no sense; give at least {low}, below 2^31")
         if self.fit_queries > 4000:
             raise UsageError(f"fit_queries {self.fit_queries} is more than 4000, which UMAP takes minutes for")

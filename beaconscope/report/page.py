@@ -14,13 +14,13 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import os
 import re
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from beaconscope.files import whole_file
 from beaconscope.report.pack import compressed
 
 _IMPORT = re.compile(r'^import\s*\{[^}]*\}\s*from\s*"\./([\w.-]+)";\n', re.MULTILINE)
@@ -122,10 +122,6 @@ def _json(value: Any) -> str:
 
 def write_page(path: Path, html: str) -> None:
     """Write a page so that ``path`` is whole or as it was."""
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    try:
+    with whole_file(path) as partial:
         # Bytes, so that no line end is changed and the hashes in the page stay true.
         partial.write_bytes(html.encode("utf-8"))
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)

@@ -80,7 +80,9 @@ def parse_policy(text: str, **defaults: object) -> Policy:
     kind = POLICIES[name]
     hints = typing.get_type_hints(kind)
     fields = {field: hints[field] for field in kind.parameters()}
-    values = {key: value for key, value in defaults.items() if key in fields}
+    values = {
+        key: _fitting(f"policy {name}: {key}", value, fields[key]) for key, value in defaults.items() if key in fields
+    }
     for part in filter(None, (part.strip() for part in rest.split(","))):
         key, equals, value = (piece.strip() for piece in part.partition("="))
         key = key.replace("-", "_")
@@ -90,6 +92,10 @@ def parse_policy(text: str, **defaults: object) -> Policy:
             raise UsageError(f"policy {name}: {part!r} gives no value; write {key}=VALUE")
         values[key] = _convert(f"policy {name}: {key}", value, fields[key])
     return kind(**values)  # type: ignore[arg-type]
+
+
+_MOST = (1 << 31) - 1
+"""No number of a policy is larger."""
 
 
 def _nearest(name: str, known: typing.Iterable[str]) -> str:
@@ -110,10 +116,27 @@ def _convert(what: str, text: str, hint: object) -> object:
             return text
         if option in (int, float):
             try:
-                return option(text)
+                return _fitting(what, option(text), hint)
             except ValueError:
                 continue
     raise UsageError(f"{what}={text} does not fit; give {_describe(options)}")
+
+
+def _fitting(what: str, value: object, hint: object) -> object:
+    """``value``, which is of the annotated type ``hint``: a number within bounds, a choice, a truth value or None."""
+    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    for option in options:
+        if typing.get_origin(option) is typing.Literal:
+            if isinstance(value, str) and value in typing.get_args(option):
+                return value
+        elif option in (type(None), bool):
+            if isinstance(value, option):
+                return value
+        elif isinstance(value, bool) or not isinstance(value, (int, float) if option is float else int):
+            continue
+        elif abs(value) <= _MOST:  # which NaN is not
+            return value
+    raise UsageError(f"{what}={value} does not fit; give {_describe(options)}")
 
 
 def _describe(options: tuple[object, ...]) -> str:
