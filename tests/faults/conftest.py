@@ -13,6 +13,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from beaconscope.cli import app
+from tests.faults.forking import Child
 from tests.record.recording import PROMPT, endless_tokenizer
 from tests.tiny import tiny_model
 
@@ -90,3 +91,18 @@ def start():
         if process.poll() is None:
             process.kill()
         process.communicate()
+
+
+@pytest.fixture
+def fork(tmp_path_factory):
+    """Start the command line in a fork of this process; what is left of it is killed at the end."""
+    children: list[Child] = []
+    logs = tmp_path_factory.mktemp("logs")
+
+    def fork(*arguments: str | Path, cwd: Path, prepare: Callable[[], None] = lambda: None) -> Child:
+        children.append(Child(*arguments, cwd=cwd, logs=logs, prepare=prepare))
+        return children[-1]
+
+    yield fork
+    for child in children:
+        child.end()
