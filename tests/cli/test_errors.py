@@ -45,7 +45,7 @@ def test_verbose_adds_the_traceback_before_the_line():
 def test_a_problem_of_the_system_names_the_file():
     result = run(OSError(errno.ENOSPC, "No space left on device", "trace.parquet"))
     assert result.exit_code == 1
-    assert result.stderr == "error: trace.parquet: No space left on device\n"
+    assert result.stderr == "error: trace.parquet: No space left on device; make room\n"
 
 
 def test_a_fault_of_the_program_keeps_its_traceback():
