@@ -12,7 +12,7 @@ BENCHMARKS := recording attentions decoding gpu analyze detection replay report 
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: test test-js test-browser demo lint types format test-oldest test-peers bench bench-quick bench-peers install clean
+.PHONY: test test-js test-browser demo docs reference lint types format test-oldest test-peers bench bench-quick bench-peers install clean
 
 # The browser has a target of its own.
 test: install
@@ -31,6 +31,14 @@ test-browser: install
 # Records, and shows, a first trace without the network.
 demo: install
 	$(BIN)/beaconscope demo
+
+# The documentation as a site in site/.
+docs: install
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+# The pages of the reference that are written from the code.
+reference: install
+	$(BIN)/python -m docs._reference
 
 lint: install
 	$(BIN)/ruff check .
@@ -65,7 +73,7 @@ install: $(VENV)/installed
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev,browser,gguf,dask,ray]'
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev,docs,browser,gguf,dask,ray]'
 	touch $@
 
 $(OLDEST)/installed: pyproject.toml constraints.txt constraints-oldest.txt
@@ -86,4 +94,4 @@ node_modules/installed: package.json
 	touch $@
 
 clean:
-	rm -rf node_modules $(VENV) $(OLDEST) $(PEERS) build dist .mypy_cache .ruff_cache .pytest_cache
+	rm -rf node_modules $(VENV) $(OLDEST) $(PEERS) build dist site .mypy_cache .ruff_cache .pytest_cache
