@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -138,10 +139,11 @@ class CompressedCache(TappedCache):
         """Tokens that may be fed in one pass without changing what is kept; at least 1."""
         return min((layer.room() for layer in self.compressed_layers), default=1 << 30)
 
-    def flush(self) -> None:
-        """Let the policy observe all queries that wait."""
+    def flush(self, layers: Collection[int] | None = None) -> None:
+        """Let the policy observe all queries that wait in some layers, or in all."""
         for layer in self.compressed_layers:
-            layer.flush()
+            if layers is None or layer.layer in layers:
+                layer.flush()
 
     def lanes_of(self, layer: int) -> list[Any]:
         """The lanes of a compressed layer, none for a sliding one."""

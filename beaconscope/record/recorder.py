@@ -167,11 +167,12 @@ class Recorder:
         Parameters
         ----------
         cache
-            The cache that is observed; queries that wait in it are observed first, since beacons are assigned then.
+            The cache that is observed; queries that wait in recorded layers are observed first, since beacons are
+            assigned then.
         lengths
             Tokens that each sequence has in all, where some have ended; what lies beyond is not written.
         """
-        cache.flush()
+        cache.flush(self._layers)
         self.hand_over(lengths)
         for (layer, lane), waiting in self._waiting.items():
             self._settle(layer, waiting)
