@@ -7,7 +7,8 @@
    product of the attention, mean over the query heads, with it gives what all C settings lose.
 3. The few entries that go within the block are added by hand. Blocks are cut where many settings compress, so that for
    most settings there are none.
-4. The M most attended entries are looked for only in the M groups of entries that hold the largest weights.
+4. The M most attended entries are looked for only in the M groups of entries that hold the largest weights, and these
+   only in the M groups of groups that do.
 5. The oracle and static masks take entries back; they have a mask for each query (:meth:`~.kept.Kept.found`).
 
 What is kept is one less what is lost, so that a setting that loses nothing retains exactly 1.
@@ -15,6 +16,7 @@ What is kept is one less what is lost, so that a setting that loses nothing reta
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -25,7 +27,7 @@ import torch
 from torch import Tensor
 
 from beaconscope.errors import UsageError
-from beaconscope.replay.kept import Kept, Lifetimes
+from beaconscope.replay.kept import NEVER, Kept, Lifetimes
 from beaconscope.replay.layer import LayerData
 
 _BLOCK_BYTES = 64 << 20
@@ -36,8 +38,14 @@ _LEAST_QUERIES = 32
 """Queries that a block is not cut below; products of fewer rows are slow."""
 _SAMPLED = 64
 """Queries whose output error is measured where nothing else is asked for."""
-_GROUP = 32
+_GROUP = 4
 """Entries of a group of which only the largest weight is looked at first."""
+_LEVELS = 5
+"""Levels of the search for the largest weights: entries, groups of entries, groups of groups."""
+_SAFE = 50.0
+"""Where the largest logit of every query is within this of 0, exponentials and their sums keep their digits."""
+_FEW = 8
+"""Masks that are so few that a mean over query heads costs more than it saves."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +100,7 @@ def measure_head(
     revisits
         [T], True for the positions that are TRTs; their output error is always measured.
     """
-    settings = _Settings(head, kept)
+    settings = _Settings(data, head, kept)
     first, length = data.prompt_length, data.length
     value = None if data.value is None else data.value[0, head]
     every = max(1, (length - first) // _SAMPLED) if options.output_every is None else options.output_every
@@ -102,15 +110,15 @@ def measure_head(
         block = attention.block(start, stop)
         gone = settings.at(start, stop)
         hit_rate, regrets, delay = _hits(*block.top(options.hits), gone, options)
-        error = torch.full((len(kept), stop - start), float("nan"), device=block.weight.device)
-        chosen = _chosen(start, stop, first, revisits, every).to(block.weight.device)
-        if value is not None and len(chosen):
-            error[:, chosen] = _output_error(block.rows(chosen), gone, chosen, value[:stop])
-        parts.append((_mass(block.mean(), gone), hit_rate, error, regrets, delay))
+        error = torch.full((stop - start, len(kept)), float("nan"), device=block.weight.device)
+        if value is not None:
+            for query in _chosen(start, stop, first, revisits, every):
+                error[query] = _output_error(block.of(query, start + query + 1), gone, query, value)
+        parts.append((_mass(block, gone), hit_rate, error, regrets, delay))
     if not parts:
         empty = np.zeros((len(kept), 0), np.float32)
         return HeadMeasures(np.zeros(0, np.int64), empty, empty, empty, empty, empty)
-    joined = [torch.cat(part, dim=1).cpu().numpy().astype(np.float32) for part in zip(*parts, strict=True)]
+    joined = [torch.cat(part).T.contiguous().cpu().numpy().astype(np.float32) for part in zip(*parts, strict=True)]
     return HeadMeasures(np.arange(first, length), *joined)
 
 
@@ -144,78 +152,97 @@ class _Attention:
         """Of the queries ``start`` to ``stop``; it lasts until the next one is asked for."""
         query = self._query[:, start:stop]
         g, q, d = query.shape
-        if len(self._buffer) < g * q * stop:
-            self._buffer = query.new_empty(g * q * stop)
-        weight = self._buffer[: g * q * stop].view(g * q, stop)
-        torch.mm(query.reshape(g * q, d), self._key[:stop].T, out=weight)
+        width = _whole_groups(stop)
+        if len(self._buffer) < g * q * width:
+            self._buffer = query.new_empty(g * q * width)
+        rows = self._buffer[: g * q * width].view(g * q, width)
+        weight = rows.view(g, q, width)
+        torch.mm(query.reshape(g * q, d), self._key[:stop].T, out=rows[:, :stop])
         if self._softcap is not None:
-            weight.div_(self._softcap).tanh_().mul_(self._softcap)
-        later = torch.ones((q, q), dtype=torch.bool, device=weight.device).triu(1)
-        weight.view(g, q, stop)[..., start:].masked_fill_(later, float("-inf"))
+            rows[:, :stop].div_(self._softcap).tanh_().mul_(self._softcap)
+        later = torch.ones((q, width - start), dtype=torch.bool, device=weight.device).triu(1)
+        weight[..., start:].masked_fill_(later, float("-inf"))
         if self._window is not None:
             position = torch.arange(start, stop, device=weight.device)[:, None]
-            far = torch.arange(stop, device=weight.device) <= position - self._window
-            weight.view(g, q, stop).masked_fill_(far, float("-inf"))
-        # A group is every so manieth entry: its largest is then a maximum of whole rows of numbers.
-        groups = stop // _GROUP
-        largest = weight[:, : groups * _GROUP].view(g * q, _GROUP, groups).amax(dim=1)  # [Gq, groups]
-        rest = weight[:, groups * _GROUP :]
-        most = torch.cat([largest, rest], dim=1).amax(dim=1, keepdim=True)
-        weight.sub_(most).exp_()
+            weight.masked_fill_(torch.arange(width, device=weight.device) <= position - self._window, float("-inf"))
+        # Groups and maxima are those of the logits; the weights have the same order.
+        levels = [rows]
+        while len(levels) < _LEVELS:
+            levels.append(_grouped(levels[-1]).amax(dim=1))
+        most = levels[-1].amax(dim=1, keepdim=True)
+        # Most attention can do without this pass.
+        if float(most.abs().amax()) > _SAFE:
+            rows.sub_(most)
+        rows.exp_()
         # What a learned sink takes is no entry's share, so that it is left out of the sum.
-        return _Block(weight.view(g, q, stop), weight.sum(dim=1).view(g, q, 1), largest)
+        return _Block(weight, rows.sum(dim=1).view(g, q, 1), tuple(levels))
+
+
+def _whole_groups(count: int) -> int:
+    """The least number from ``count`` on that divides into groups, and these into groups, for all levels."""
+    least = _GROUP ** (_LEVELS - 1)
+    return -(-count // least) * least
+
+
+def _grouped(rows: Tensor) -> Tensor:
+    """Rows [R, N] by groups, [R, n, N / n]; a group is every so manieth number, so that maxima are those of rows."""
+    return rows.view(len(rows), _GROUP, -1)
 
 
 @dataclass(frozen=True)
 class _Block:
-    """Attention of q queries of G query heads on N entries."""
+    """Attention of q queries of G query heads on N entries; the W - N columns after them hold 0."""
 
-    weight: Tensor  # [G, q, N], not yet divided by their sum
+    weight: Tensor  # [G, q, W], not yet divided by their sum
     total: Tensor  # [G, q, 1], the sum
-    largest: Tensor  # [Gq, N // _GROUP], logits, the largest of each group of entries
+    levels: tuple[Tensor, ...]
+    """The weights as [Gq, W]; the largest logit of each group of entries; of each group of these; and so on."""
 
-    def mean(self) -> Tensor:
-        """Attention, mean over the query heads, [q, N]."""
-        share = 1 / (self.total * len(self.weight))
+    def of(self, query: int, entries: int) -> Tensor:
+        """Attention of query number ``query`` on the first entries, [G, n]."""
+        return self.weight[:, query, :entries] / self.total[:, query]
+
+    def received(self, mask: Tensor) -> Tensor:
+        """Attention that goes to the entries of C masks, 1 or 0 [C, W], mean over the query heads, [q, C]."""
+        g, q, n = self.weight.shape
+        share = 1 / (self.total * g)
+        if len(mask) < _FEW:
+            return ((self.weight.view(g * q, n) @ mask.T).view(g, q, -1) * share).sum(dim=0)
         mean = self.weight[0] * share[0]
         for weight, each in zip(self.weight[1:], share[1:], strict=True):
             mean.addcmul_(weight, each)
-        return mean
-
-    def rows(self, query: Tensor) -> Tensor:
-        """Attention of the queries ``query``, indices into the block, [G, q', N]."""
-        return self.weight[:, query] / self.total[:, query]
+        return mean @ mask.T
 
     def top(self, count: int) -> tuple[Tensor, Tensor]:
-        """The largest ``count`` weights of each query, and their entries, [G, q, M] each."""
-        g, q, n = self.weight.shape
-        rows = self.weight.view(g * q, n)
-        groups = self.largest.shape[1]
-        # The M largest are in the M groups with the largest maxima, or among the entries that no group holds.
-        group = self.largest.topk(min(count, groups), dim=1, sorted=False).indices  # [Gq, M]
-        inside = group[:, :, None] + groups * torch.arange(_GROUP, device=rows.device)
-        rest = torch.arange(groups * _GROUP, n, device=rows.device).expand(g * q, -1)
-        entry = torch.cat([inside.view(g * q, -1), rest], dim=1)
-        top = rows.gather(1, entry).topk(min(count, n), dim=1)
-        shape = (g, q, -1)
-        return top.values.view(shape) / self.total, entry.gather(1, top.indices).view(shape)
+        """The largest ``count`` weights of each query, or all, and their entries, [G, q, M] each."""
+        g, q, _ = self.weight.shape
+        within = torch.arange(_GROUP, device=self.weight.device)
+        found = self.levels[-1].topk(min(count, self.levels[-1].shape[1]), dim=1, sorted=False)
+        index = found.indices
+        for groups, level in itertools.pairwise(reversed(self.levels)):
+            # The M largest are in the M groups with the largest maxima.
+            inside = (index[:, :, None] + groups.shape[1] * within).view(g * q, -1)
+            found = level.gather(1, inside).topk(min(count, inside.shape[1]), dim=1, sorted=False)
+            index = inside.gather(1, found.indices)
+        return found.values.view(g, q, -1) / self.total, index.view(g, q, -1)
 
 
-def _chosen(start: int, stop: int, first: int, revisits: npt.NDArray[np.bool_], every: int) -> Tensor:
+def _chosen(start: int, stop: int, first: int, revisits: npt.NDArray[np.bool_], every: int) -> list[int]:
     """Queries of a block whose output error is measured, indices into it."""
     if every == 0:
-        return torch.zeros(0, dtype=torch.int64)
+        return []
     position = np.arange(start, stop)
-    return torch.from_numpy(np.flatnonzero(((position - first) % every == 0) | revisits[start:stop]))
+    return np.flatnonzero(((position - first) % every == 0) | revisits[start:stop]).tolist()
 
 
 @dataclass(frozen=True)
 class _Gone:
-    """What C settings had evicted when the q queries of a block came. N entries."""
+    """What C settings had evicted when the q queries of a block came. N entries, and W - N that never go."""
 
-    position: Tensor  # int32 [q]
+    position: Tensor  # float32 [q]
     for_good: Tensor  # int64 [L], the settings that evict for good
-    last: Tensor  # int32 [L, N], the last position that finds each entry, of these
+    last: Tensor  # float32 [L, W], the last position that finds each entry, of these
+    by_entry: Tensor  # the same as [W, L], to look up entries for all settings at once
     fired: tuple[npt.NDArray[np.int64], ...]  # when each of these compresses, ascending
     at_will: Tensor  # int64 [C - L], the others
     there: Tensor  # bool [C - L, q, N], what they find
@@ -226,85 +253,105 @@ class _Gone:
             if np.searchsorted(fired, start) < np.searchsorted(fired, stop - 1):
                 yield number
 
-    def of(self, query: Tensor) -> Tensor:
-        """Whether each entry is gone for the queries ``query``, bool [C, q', N], settings for good first."""
-        good = self.last[:, None, :] < self.position[query][None, :, None]
-        return torch.cat([good, ~self.there[:, query]])
+    def before(self, position: int) -> Tensor:
+        """What was gone when the query at ``position`` came, 1 or 0, float32 [L, W]."""
+        # In place, into numbers: several times as fast as by way of truth values.
+        return self.last.clone().lt_(position)
 
-    def in_order(self, parts: Sequence[Tensor]) -> Tensor:
-        """Join results for the settings for good, and for the others, in the order of the settings."""
-        order = torch.cat([self.for_good, self.at_will]).argsort()
-        return torch.cat(list(parts))[order]
+    def kept(self, query: int, entries: int) -> Tensor:
+        """What query number ``query`` finds of the first entries, 1 or 0, float32 [C, n], settings for good first."""
+        good = self.last[:, :entries].clone().ge_(self.position[query])
+        return torch.cat([good, self.there[:, query, :entries].float()]) if len(self.there) else good
+
+    def in_order(self, results: Tensor) -> Tensor:
+        """Results [..., C], settings for good first, in the order of the settings."""
+        if not len(self.at_will):
+            return results
+        return results[..., torch.cat([self.for_good, self.at_will]).argsort()]
 
 
 class _Settings:
     """What C settings kept of one head, by how it can be asked for."""
 
-    def __init__(self, head: int, kept: Sequence[Kept]) -> None:
+    def __init__(self, data: LayerData, head: int, kept: Sequence[Kept]) -> None:
         self._head = head
         good = [(number, each) for number, each in enumerate(kept) if isinstance(each, Lifetimes)]
+        others = [(number, each) for number, each in enumerate(kept) if not isinstance(each, Lifetimes)]
+        self._device = data.query.device
         self._fired = tuple(np.array(each.fired, np.int64) for _, each in good)
-        self._others = [each for each in kept if not isinstance(each, Lifetimes)]
-        device = good[0][1].last.device if good else None
-        self._for_good = torch.tensor([number for number, _ in good], dtype=torch.int64, device=device)
-        self._at_will = torch.tensor(
-            [number for number, each in enumerate(kept) if not isinstance(each, Lifetimes)],
-            dtype=torch.int64,
-            device=device,
-        )
-        lasts = [each.last[head] for _, each in good]
-        self._last = torch.stack(lasts) if lasts else torch.zeros((0, 0), dtype=torch.int32)
+        self._others = [each for _, each in others]
+        self._for_good = torch.tensor([number for number, _ in good], dtype=torch.int64, device=self._device)
+        self._at_will = torch.tensor([number for number, _ in others], dtype=torch.int64, device=self._device)
+        # As numbers that are compared into the numbers of a product; no trace is as long as 2^24 tokens.
+        self._last = torch.full((len(good), _whole_groups(data.length)), float("inf"), device=self._device)
+        for row, (_, each) in zip(self._last, good, strict=True):
+            row[: data.length] = each.last[head].float().where(each.last[head] != NEVER, float("inf"))
+        self._by_entry = self._last.T.contiguous()
 
     def at(self, start: int, stop: int) -> _Gone:
         """For the queries at ``start`` to ``stop``."""
         found = [each.found(self._head, start, stop) for each in self._others]
-        position = torch.arange(start, stop, dtype=torch.int32, device=self._last.device)
-        none = torch.zeros((0, stop - start, stop), dtype=torch.bool, device=self._last.device)
-        last = self._last[:, :stop] if len(self._last) else self._last.new_zeros((0, stop))
-        return _Gone(position, self._for_good, last, self._fired, self._at_will, torch.stack(found) if found else none)
+        there = torch.stack(found) if found else self._last.new_zeros((0, stop - start, stop), dtype=torch.bool)
+        position = torch.arange(start, stop, dtype=torch.float32, device=self._device)
+        last = self._last[:, : _whole_groups(stop)]
+        return _Gone(position, self._for_good, last, self._by_entry, self._fired, self._at_will, there)
 
 
-def _mass(weight: Tensor, gone: _Gone) -> Tensor:
-    """Share of the attention [q, N] that went to what was there, [C, q]."""
+def _mass(block: _Block, gone: _Gone) -> Tensor:
+    """Share of the attention that went to what was there, mean over the query heads, [q, C]."""
     start, stop = int(gone.position[0]), int(gone.position[-1]) + 1
-    lost = weight @ (gone.last < start).to(weight.dtype).T  # [q, L]
+    lost = block.received(gone.before(start))  # [q, L]
     for setting in gone.changing(start, stop):
         last = gone.last[setting]
         entries = torch.nonzero((last >= start) & (last < stop - 1))[:, 0]
         after = gone.position[:, None] > last[entries]  # [q, s]
-        lost[:, setting] += (weight[:, entries] * after).sum(dim=-1)
-    others = [(weight * ~there).sum(dim=-1)[None] for there in gone.there]
-    return (1 - gone.in_order([lost.T, *others])).clamp(0, 1)
+        weight = (block.weight[..., entries] / block.total).mean(dim=0)  # [q, s]
+        lost[:, setting] += (weight * after).sum(dim=-1)
+    if len(gone.there):
+        mean = (block.weight[..., :stop] / block.total).mean(dim=0)  # [q, N]
+        lost = torch.cat([lost, torch.stack([(mean * ~there).sum(dim=-1) for there in gone.there], dim=1)], dim=1)
+    return (1 - gone.in_order(lost)).clamp(0, 1)
 
 
 def _hits(value: Tensor, index: Tensor, gone: _Gone, options: MeasureOptions) -> tuple[Tensor, Tensor, Tensor]:
-    """Hit rate, regrets and their mean delay, each [C, q], from the largest weights and their entries [G, q, M]."""
+    """Hit rate, regrets and their mean delay, each [q, C], from the largest weights and their entries [G, q, M]."""
+    g, q, m = value.shape
+    good, settings = len(gone.for_good), len(gone.for_good) + len(gone.at_will)
     seen = value > 0  # the first queries have fewer entries than M
-    last = gone.last[:, index]  # [L, G, q, M]
-    query = torch.arange(value.shape[1], device=value.device)[:, None]
-    found = torch.cat([last >= gone.position[:, None], *(there[query, index].unsqueeze(0) for there in gone.there)])
-    hit_rate = (found & seen).sum(dim=-1) / seen.sum(dim=-1)
-    lost = (seen & (value >= options.regret_mass)) & ~found
-    regrets = lost.sum(dim=(1, 3)).to(value.dtype)  # [C, q]
-    good = len(gone.for_good)
-    since = ((gone.position[:, None] - last) * lost[:good]).sum(dim=(1, 3)) / regrets[:good].clamp(min=1)
+    # What a query does not see it cannot miss: no entry goes before position 0.
+    position = gone.position[:, None].where(seen, 0)
+    missed = gone.by_entry.index_select(0, index.flatten()).lt_(position.view(-1, 1)).view(g, q, m, good)
+    if len(gone.at_will):
+        query = torch.arange(q, device=value.device)[:, None]
+        absent = ~gone.there[:, query, index.clamp(max=gone.there.shape[2] - 1)] & seen
+        missed = torch.cat([missed, absent.permute(1, 2, 3, 0).float()], dim=3)
+    hit_rate = 1 - (missed.sum(dim=2) / seen.sum(dim=2, keepdim=True)).mean(dim=0)
+    # Few weights are large enough to be regretted.
+    head, query, rank = torch.nonzero(value >= options.regret_mass, as_tuple=True)
+    regretted = missed[head, query, rank]  # [p, C]
+    regrets = value.new_zeros((q, settings)).index_add_(0, query, regretted)
+    since = gone.position[query, None] - gone.by_entry[index[head, query, rank]]  # [p, L]
+    total = value.new_zeros((q, good)).index_add_(0, query, since.where(regretted[:, :good] > 0, 0))
     delay = torch.full_like(regrets, float("nan"))
-    delay[:good] = since.where(regrets[:good] > 0, float("nan"))
-    return tuple(gone.in_order([part]) for part in (hit_rate.mean(dim=1), regrets, delay))  # type: ignore[return-value]
+    delay[:, :good] = (total / regrets[:, :good]).where(regrets[:, :good] > 0, float("nan"))
+    return gone.in_order(hit_rate), gone.in_order(regrets), gone.in_order(delay)
 
 
-def _output_error(weight: Tensor, gone: _Gone, query: Tensor, value: Tensor) -> Tensor:
-    """||o_kept - o_full|| / ||o_full|| where the softmax runs over what was kept, [C, q'], mean over query heads."""
-    g, q, n = weight.shape
+def _output_error(weight: Tensor, gone: _Gone, query: int, value: Tensor) -> Tensor:
+    """||o_kept - o_full|| / ||o_full|| of one query, the softmax over what was kept; mean over the query heads, [C].
+
+    ``weight`` is its attention [G, N], ``query`` its number in the block, ``value`` [T, Dv].
+    """
+    g, n = weight.shape
+    value = value[:n]
     tiny = torch.finfo(weight.dtype).tiny
-    full = weight @ value  # [G, q', Dv]
-    norm = full.norm(dim=-1).clamp(min=tiny)
-    mask = gone.of(query)  # [C, q', N]
     errors = []
-    for part in torch.split(mask, max(1, _BLOCK_BYTES // (4 * g * q * n))):
-        there = weight * ~part[:, None]  # [c, G, q', N]
-        kept = (there @ value) / there.sum(dim=-1, keepdim=True).clamp(min=tiny)
-        error = ((kept - full).norm(dim=-1) / norm).mean(dim=1)
+    for kept in gone.kept(query, n).split(max(1, _BLOCK_BYTES // (4 * g * n))):
+        # The last is the full attention, so that the values are gone through once.
+        there = torch.cat([kept[:, None] * weight, weight[None]])  # [c + 1, G, N]
+        output = (there.view(-1, n) @ value).view(len(there), g, -1) / there.sum(dim=-1, keepdim=True).clamp(min=tiny)
+        norm = output[-1].norm(dim=-1).clamp(min=tiny)  # [G]
+        error = ((output[:-1] - output[-1]).norm(dim=-1) / norm).mean(dim=1)
         # Where nothing is gone the two are one, and what differs is rounding.
-        errors.append(error.where(part.any(dim=-1), 0))
-    return gone.in_order(errors)
+        errors.append(error.where(kept.amin(dim=1) < 1, 0))
+    return gone.in_order(torch.cat(errors))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 from beaconscope import BeaconKV, RandomEviction, StreamingLLM
 
 from beaconscope.kv.policies import BigBird, ETC, Full, KeyDiff, Longformer, Oracle, SnapKV, TOVA  # isort: skip
+from beaconscope.kv.rotary import Rotary
 from beaconscope.replay.kept import NEVER, Lifetimes
 from beaconscope.replay.measure import MeasureOptions, measure_head
 from beaconscope.replay.simulate import drive, schedule, simulate
@@ -60,9 +63,9 @@ def slow_measures(data, head, found, position, options):
     return mass, hits / len(weight), error, regrets
 
 
-@pytest.mark.parametrize("softcap", [None, 2.0])
-def test_measures_are_what_they_are_defined_to_be(softcap):
-    data = made_layer(softcap=softcap)
+@pytest.mark.parametrize("fields", [{}, {"softcap": 2.0}, {"scaling": 12.0}], ids=["plain", "softcap", "large logits"])
+def test_measures_are_what_they_are_defined_to_be(fields):
+    data = made_layer(**fields)
     options = MeasureOptions(hits=5, output_every=1)
     kept = simulate(ALL, data)
     for head in range(2):
@@ -75,6 +78,23 @@ def test_measures_are_what_they_are_defined_to_be(softcap):
                 ours = [part[number, q] for part in (measured.mass, measured.hit_rate, measured.output_error)]
                 np.testing.assert_allclose(ours, expected[:3], atol=2e-4, rtol=2e-3)
                 assert measured.regrets[number, q] == expected[3]
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_logits_of_200_are_measured_like_those_of_0(sign):
+    """A number that is added to all logits of a query changes nothing, as long as no exponential runs over."""
+    data = made_layer(seed=1)
+    query, key = (torch.cat([part, torch.ones_like(part[..., :1])], dim=-1) for part in (data.query, data.key))
+    key[..., -1] = sign * 200 / data.scaling
+    rotary = Rotary.none(query.shape[-1])
+    shifted = dataclasses.replace(data, query=query, key=key, rotary=rotary)
+    assert (shifted.everything(0, 150).query @ key[:, :, None].mT * data.scaling).abs().median() > 150
+    kept = simulate(ALL, data)
+    options = MeasureOptions(output_every=1)
+    expected = measure_head(data, 0, kept, options, no_revisits(data))
+    measured = measure_head(shifted, 0, kept, options, no_revisits(data))
+    for name in ("mass", "output_error", "hit_rate"):
+        np.testing.assert_allclose(getattr(measured, name), getattr(expected, name), atol=2e-3)
 
 
 def test_a_regret_is_as_old_as_the_eviction():

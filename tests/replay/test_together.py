@@ -1,0 +1,88 @@
+"""What settings keep does not depend on which others are simulated beside them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from beaconscope import BeaconKV, RandomEviction, StreamingLLM
+from beaconscope.kv.policies import ExpectedAttention, KeyDiff, Knorm, SnapKV
+from beaconscope.replay import observed
+from beaconscope.replay.simulate import drive, simulate
+from tests.replay.made import made_layer
+
+BEACONS = [
+    BeaconKV(budget=budget, interval=8, beacons=count, recent=recent, selector=selector, pool_low=8, pool_high=20)
+    for selector in ("fps", "random", "kmeans", "none")
+    for count, recent in ((0, 6), (3, 4), (8, 2))
+    for budget in (20, 33)
+]
+OTHERS = [
+    BeaconKV(budget=28, interval=8, beacons=4, recent=4, beacon_rotation="own", sinks=2),
+    BeaconKV(budget=28, interval=8, beacons=4, recent=4, query_pooling="mean", group_pooling="mean"),
+    BeaconKV(budget=28, interval=8, beacons=4, recent=4, query_space="post-rope"),
+    SnapKV(budget=20, interval=8, window=5),
+    SnapKV(budget=28, interval=8, window=9, kernel=3, pooling="max"),
+    SnapKV(budget=25, interval=11, window=4),
+    KeyDiff(budget=20, interval=8),
+    Knorm(budget=20, interval=8),
+    ExpectedAttention(budget=20, interval=8),
+    RandomEviction(budget=20, interval=8),
+    StreamingLLM(budget=20),
+]
+
+
+def check(policies, data):
+    """Each is kept the same together, in a simulation of its own, and driven."""
+    for policy, kept in zip(policies, simulate(policies, data), strict=True):
+        for alone in (simulate([policy], data)[0], drive(policy, data)):
+            assert kept.fired == alone.fired
+            assert torch.equal(kept.last, alone.last)
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """What the shared attention decided (True) and left to the settings (False)."""
+    seen: list[bool] = []
+    choose = observed._choose
+
+    def watched(*arguments):
+        kept = choose(*arguments)
+        seen.append(kept is not None)
+        return kept
+
+    monkeypatch.setattr(observed, "_choose", watched)
+    return seen
+
+
+@pytest.mark.parametrize("prompt", [0, 60])
+@pytest.mark.parametrize("policies", [BEACONS, [*BEACONS[:6], *OTHERS]], ids=["beacons", "mixed"])
+def test_settings_keep_together_what_they_keep_alone(policies, prompt, asked):
+    check(policies, made_layer(150, prompt))
+    assert asked.count(True) > 40
+
+
+@pytest.mark.parametrize(
+    "fields", [{"softcap": 5.0}, {"sink_logit": torch.ones(2, 2)}, {"shared": True}], ids=["softcap", "sinks", "shared"]
+)
+def test_so_they_do_under_other_attention(fields, asked):
+    check([*BEACONS[:6], *OTHERS], made_layer(110, **fields))
+    assert asked.count(True) > 20
+
+
+@pytest.mark.parametrize("times", [30, 200])
+def test_so_they_do_where_few_entries_get_all_attention(times):
+    """Exponentials of most logits are 0, so that most scores are equal."""
+    data = made_layer(110)
+    check([*BEACONS[:6], *OTHERS], dataclasses.replace(data, scaling=data.scaling * times))
+
+
+def test_what_rounding_could_decide_is_left_to_the_setting(asked):
+    """Of two equal keys the older stays; every key comes twice, so the last that stays often has a twin that goes."""
+    data = made_layer(110)
+    key = data.key.clone()
+    key[:, :, 1::2] = key[:, :, ::2]
+    check([*BEACONS[:6], *OTHERS], dataclasses.replace(data, key=key))
+    assert False in asked
