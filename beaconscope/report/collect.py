@@ -404,12 +404,13 @@ def read_replay(path: Any) -> dict[str, Any]:
         raise BeaconScopeError(f"{path} is no replay; {remedy}") from error
     if version.split(".")[0] != "1" or not isinstance(settings, list):
         raise BeaconScopeError(f"{path} has version {version} and this BeaconScope reads 1; {remedy}")
-    if not all(_is_setting(row, found.get("ranked_by")) for row in settings):
+    figure = found.get("ranked_by")
+    if not isinstance(figure, str) or not all(_is_setting(row, figure) for row in settings):
         raise BeaconScopeError(f"{path} contradicts itself; {remedy}")
     return found
 
 
-def _is_setting(row: Any, figure: Any) -> bool:
+def _is_setting(row: Any, figure: str) -> bool:
     """Whether a row of a replay has what is drawn of it."""
     return (
         isinstance(row, dict)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import os
 import signal
 import sys
@@ -54,10 +55,12 @@ class Child:
             self._status = status if pid else None
         return self._status is None
 
-    def wait(self, seconds: float = 60) -> Ended:
+    def wait(self, seconds: float = 240) -> Ended:
         end = time.monotonic() + seconds
         while self.running():
             if time.monotonic() > end:
+                self.kill(signal.SIGUSR1)
+                time.sleep(0.5)
                 self.end()
                 pytest.fail(f"still runs after {seconds} s: {self._err.read_text()}")
             time.sleep(0.005)
@@ -76,6 +79,7 @@ def _become(cwd: Path, out: Path, err: Path, arguments: list[str], prepare: Call
     code = 70
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)  # where it hangs
         os.setpgid(0, 0)
         for number, path in ((1, out), (2, err)):
             os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+from transformers.utils import logging
 
 from beaconscope import Full, Trace, load_trace, recover
 from beaconscope.errors import BeaconScopeError
@@ -361,6 +362,8 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
+    # What the command line sees to before it loads the library, and a fork of this process cannot.
+    logging.disable_progress_bar()
     counts: Counter[tuple[str, str, str]] = Counter()
     safe: Counter[tuple[str, str]] = Counter()
     with tempfile.TemporaryDirectory() as name:

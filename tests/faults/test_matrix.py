@@ -202,6 +202,15 @@ def test_a_trace_that_vanishes_while_it_is_read(fork, folder, command):
     assert names(folder) in (["a.parquet", "plan.txt"], ["a.parquet", "out", "plan.txt"])
 
 
+@pytest.mark.parametrize("command", ["analyze", "replay", "report"])
+def test_no_file_is_put_in_the_place_of_a_pipe_or_a_device(fork, folder, command):
+    os.mkfifo(folder / "out")
+    ended = fork(*READERS[command], "--force", cwd=folder).wait()
+    assert (ended.code, ended.out) == (1, "")
+    assert "out is a device or a pipe" in ended.line
+    assert (folder / "out").is_fifo()
+
+
 def test_a_journal_that_vanishes_under_a_recording(fork, folder, model_folder):
     def remove() -> None:
         for path in (folder / "out.journal").iterdir():

@@ -187,7 +187,7 @@ def _metadata(data: bytearray, told: Script) -> None:
         return
     tree = json.loads(data[start:end].decode("ascii", "replace"))
     tree.pop("room", None)
-    _spoil(tree, told)
+    spoil(tree, told)
     text = json.dumps(tree).encode()
     if told.below(16) == 0:
         text = (b"[" * 900 + text)[: end - start] if told.below(2) else text[: told.below(len(text))]
@@ -204,7 +204,7 @@ def _json_length(data: bytearray, start: int) -> int:
     return length
 
 
-def _spoil(tree: Any, told: Script) -> None:
+def spoil(tree: Any, told: Script) -> None:
     """Go down the tree for a while, and there put, take or double something."""
     node = tree
     for _ in range(8):
@@ -261,7 +261,7 @@ def _spoiled_schema_metadata(metadata: dict[bytes, bytes], told: Script) -> dict
     if told.below(3):
         return metadata
     tree = json.loads(metadata[METADATA_KEY])
-    _spoil(tree, told)
+    spoil(tree, told)
     return {METADATA_KEY: json.dumps(tree).encode()}
 
 

@@ -13,12 +13,12 @@ import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
-from beaconscope.cli import app
+from beaconscope.cli import app, main
 from beaconscope.cli import progress as progress_module
 from beaconscope.cli.errors import Command
 from beaconscope.cli.terminal import Terminal
 from beaconscope.errors import BeaconScopeError
-from tests.report.made import HOSTILE, hostile_trace
+from tests.report.made import HOSTILE, hostile_trace, made_trace
 
 EVIL = "a\x1b[2J\x1b]0;title\x07 b\rc\x08\x9b31m \u202ed\u2066 [/bold][red]e[/]\x00\ud800"
 NAME = "no" + EVIL.replace("\0", "").replace("\ud800", "\udc9b")
@@ -135,6 +135,18 @@ def test_of_what_is_refused(trace: Path, tmp_path: Path, arguments: tuple[str, .
     assert result.stderr.startswith("error: ")
     assert_harmless(result.stderr)
     assert result.stdout == ""
+
+
+def test_a_terminal_that_cannot_show_a_letter_shows_a_question_mark(tmp_path, monkeypatch) -> None:
+    trace = made_trace(tmp_path / "t.parquet", prompt="how many ☃?")
+    screen = io.TextIOWrapper(io.BytesIO(), encoding="latin-1")
+    monkeypatch.setattr("sys.stdout", screen)
+    monkeypatch.setattr("sys.argv", ["beaconscope", "info", str(trace.path)])
+    with pytest.raises(SystemExit) as end:
+        main()
+    screen.flush()
+    assert end.value.code == 0
+    assert b"how many ??" in screen.buffer.getvalue()
 
 
 def test_the_hostile_tokens_are_hostile() -> None:
