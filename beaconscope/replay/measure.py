@@ -41,7 +41,7 @@ _SAMPLED = 64
 _GROUP = 4
 """Entries of a group of which only the largest weight is looked at first."""
 _LEVELS = 5
-"""Levels of the search for the largest weights: entries, groups of entries, groups of groups."""
+"""Levels of the search for the largest weights: entries, groups of entries, groups of groups, and so on."""
 _SAFE = 50.0
 """Where the largest logit of every query is within this of 0, exponentials and their sums keep their digits."""
 _FEW = 8
@@ -180,7 +180,7 @@ class _Attention:
 
 def _whole_groups(count: int) -> int:
     """The least number from ``count`` on that divides into groups, and these into groups, for all levels."""
-    least = _GROUP ** (_LEVELS - 1)
+    least: int = _GROUP ** (_LEVELS - 1)
     return -(-count // least) * least
 
 
@@ -346,7 +346,7 @@ def _output_error(weight: Tensor, gone: _Gone, query: int, value: Tensor) -> Ten
     value = value[:n]
     tiny = torch.finfo(weight.dtype).tiny
     errors = []
-    for kept in gone.kept(query, n).split(max(1, _BLOCK_BYTES // (4 * g * n))):
+    for kept in torch.split(gone.kept(query, n), max(1, _BLOCK_BYTES // (4 * g * n))):
         # The last is the full attention, so that the values are gone through once.
         there = torch.cat([kept[:, None] * weight, weight[None]])  # [c + 1, G, N]
         output = (there.view(-1, n) @ value).view(len(there), g, -1) / there.sum(dim=-1, keepdim=True).clamp(min=tiny)

@@ -116,7 +116,8 @@ def _rounding(queries: Sequence[Tensor], key: Tensor, scaling: float) -> Tensor:
     longest = torch.stack([each.norm(dim=-1).amax(dim=(1, 2)) for each in queries]).amax(dim=0)
     size = key.norm(dim=-1).amax(dim=1) * longest * scaling
     roundings = key.shape[2] ** 0.5 * size + key.shape[1] ** 0.5
-    return roundings * (torch.finfo(torch.float32).eps / 2)
+    found: Tensor = roundings * (torch.finfo(torch.float32).eps / 2)
+    return found
 
 
 def _choose(asking: Asking, weight: Tensor, rounding: Tensor, shared: bool) -> Tensor | None:
