@@ -45,6 +45,16 @@ INSTEAD: Mapping[str, tuple[tuple[str, str], ...]] = {
         ("=200", "=24"),
     ),
     "docs/howto/many-prompts.md": (("analyze(trace)", "analyze(trace, beaconscope.AnalyzeOptions(cluster_heads=0))"),),
+    "docs/open-questions.md": (
+        ("SmolLM2-135M-Instruct.Q4_1.gguf", MODEL),
+        ("--prompt docs/examples/", f"--prompt {ROOT}/docs/examples/"),
+        ("--completion docs/examples/", f"--completion {ROOT}/docs/examples/"),
+        ("--prompts problems.jsonl", "--prompts prompts.jsonl"),
+        ("-n 900", "-n 40"),
+        # It is driven step by step.
+        ("snapkv,h2o ", "snapkv "),
+        ("traces/500-0.parquet traces/500-1.parquet traces/500-2.parquet traces/500-3.parquet", "a.parquet b.parquet"),
+    ),
     "docs/howto/policy.md": (("max_new_tokens=200", "max_new_tokens=80"),),
 }
 """By page: what stands there, and what is run in its place."""
@@ -63,7 +73,7 @@ NOT_HERE = {
 QUICK: Mapping[str, tuple[str, ...]] = {
     "record": ("--max-new-tokens", "40", "--force"),
     "analyze": ("--cluster-heads", "0", "--shifts", "20", "--force"),
-    "replay": ("--layers", "1", "--force"),
+    "replay": ("--layers", "1", "--live-settings", "1", "--force"),
     "report": ("--umap-heads", "0", "--force"),
 }
 """What makes commands quick where the page does not show what they print; what the page itself says comes after it."""

@@ -15,8 +15,13 @@ from tests.docs.blocks import MODEL, QUICK, ROOT
 
 def run(*arguments: str) -> str:
     """Run a command in this process and give what it prints."""
+    from transformers.utils import logging
+
     from beaconscope.cli import app
 
+    # In a process of its own a command sees to this before it imports the library.
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
     result = CliRunner().invoke(app, list(arguments))
     assert result.exit_code == 0, f"beaconscope {shlex.join(arguments)}\n{result.output}{result.exception or ''}"
     return result.output
