@@ -254,7 +254,7 @@ def _in_a_message(share: float) -> None:
     from beaconscope.trace.stream import StreamWriter
 
     write = StreamWriter._write
-    left = 3 + int(share * 200)
+    left = 3 + int(share * 100)
 
     def dying(self: Any, data: Any) -> None:
         nonlocal left
