@@ -17,7 +17,8 @@ before the call. Medians over the rounds.
 
 glibc keeps the keys and values, which ``generate`` copies to a larger block at every step, in a heap that the weights
 kept between them tear to pieces. That is what *output_attentions* costs as things are: 1.5 GB at 1 K tokens, and at 4 K
-over 22 GB. With ``--large-blocks-back`` the allocator gives blocks over 128 KB back, so that what is left is what is needed.
+over 22 GB. With ``--large-blocks-back`` the allocator gives blocks over 128 KB back, so that what is left is what is
+needed.
 """
 
 from __future__ import annotations
