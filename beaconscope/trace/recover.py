@@ -82,7 +82,8 @@ def recover(path: Path, *, output: Path | None = None, force: bool = False, prog
             write_trace(found, target, layout, metadata, progress)
         except Refused as error:
             raise BeaconScopeError(
-                f"{error.what}; {journal} is as it was: {error.remedy} and run this again, or give --output on another disk"
+                f"{error.what}; {journal} is as it was: {error.remedy} and run this again, "
+                "or give --output on another disk"
             ) from error
         folder.remove()
     finally:
