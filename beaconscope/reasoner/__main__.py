@@ -1,6 +1,6 @@
 """Problems of the bundled reasoner as JSON Lines, for ``beaconscope record --model tiny-reasoner --prompts``.
 
-    python -m beaconscope.reasoner --size 500 --count 4 > problems.jsonl
+``python -m beaconscope.reasoner --size 500 --count 4 > problems.jsonl``
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ centroids depend on K too, so that there only settings of the same K share.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -99,11 +99,6 @@ class BeaconHistories:
             tracker.current = None
             start = position + 1
         return chosen
-
-
-def chosen_alike(policy: BeaconKV) -> Hashable:
-    """Equal for settings of which one's beacons, as queries, are the first of the other's."""
-    return _shared(policy.beacon_settings), policy.beacon_rotation
 
 
 def _shared(settings: BeaconSettings) -> BeaconSettings:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -154,7 +155,12 @@ def run_job(job: Job) -> Found:
     # All heads of the layer, since some policies keep one set for all of them.
     data = load_layer(trace, job.layer, device=job.device)
     simulation = Simulation(job.settings, data)
-    kept: list[Kept] = [simulation.run(policy) for policy in job.settings]
+    kept: list[Kept] = []
+    seconds: list[float] = []
+    for policy in job.settings:
+        started = time.perf_counter()
+        kept.append(simulation.run(policy))
+        seconds.append(time.perf_counter() - started)
     revisits = np.zeros(data.length, np.bool_)
     revisits[list(job.revisits)] = True
     rows: list[dict[str, Any]] = []
@@ -168,7 +174,7 @@ def run_job(job: Job) -> Found:
                 row
                 | _means(measured, setting, revisits)
                 | _memory(kept[setting], number, data, trace)
-                | {"compressions": len(kept[setting].fired), "seconds": simulation.seconds[policy]}
+                | {"compressions": len(kept[setting].fired), "seconds": seconds[setting]}
             )
             if job.per_token:
                 tokens.append(_per_token(row, measured, setting, revisits))

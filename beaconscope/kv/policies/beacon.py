@@ -11,7 +11,6 @@ At a compression, for each KV head:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
@@ -21,18 +20,16 @@ from torch import Tensor
 from beaconscope.errors import UsageError
 from beaconscope.kv.beacons import BeaconSettings, BeaconTracker, QuerySpace, Rotation, Selector
 from beaconscope.kv.heads import HeadInfo
-from beaconscope.kv.policies.base import CacheView, Policy, PolicyState, QueryBlock
-from beaconscope.kv.policies.recent import ObservingState
+from beaconscope.kv.policies.base import CacheView, Policy, PolicyState, QueryBlock, keep_highest
+from beaconscope.kv.policies.recent import RecentQueriesState
 
 Pooling = Literal["max", "mean"]
 
 MAX_BEACONS = 256
 
 
-class BeaconKVState(ObservingState):
+class BeaconKVState(RecentQueriesState):
     """The beacons and the most recent queries of one layer."""
-
-    causal = False
 
     def __init__(self, policy: BeaconKV, heads: HeadInfo) -> None:
         super().__init__(policy, heads, policy.recent)
@@ -43,24 +40,23 @@ class BeaconKVState(ObservingState):
         self.tracker.observe(block.query, block.first_position)
         super().observe(block)
 
-    def queries(self, newest: int) -> tuple[Tensor, ...]:
-        beacons = self.tracker.choose(newest)
-        if beacons is None:
-            return (self._recent,)
-        return self._recent, self.tracker.rotated(beacons, newest, self._policy.beacon_rotation)
+    def keep(self, view: CacheView) -> Tensor:
+        policy = self._policy
+        observed = [self._recent]
+        beacons = self.tracker.choose(view.newest)
+        if beacons is not None:
+            observed.append(self.tracker.rotated(beacons, view.newest, policy.beacon_rotation))
+        scores = self._scores(torch.cat(observed, dim=3), view.key)
+        protected = (view.positions > view.newest - policy.recent) | (view.positions < policy.sinks)
+        return keep_highest(scores, protected, policy.budget, self._heads.shared)
 
-    def attention(self, queries: Sequence[Tensor], view: CacheView) -> Tensor:
-        query = torch.cat(list(queries), dim=3)
+    def _scores(self, query: Tensor, key: Tensor) -> Tensor:
+        """Score of every entry, [R, H, N], from observation queries [R, H, G, Q, D] and keys [R, H, N, D]."""
         r, h, g, q, d = query.shape
-        logits = query.reshape(r, h, g * q, d) @ view.key.float().transpose(-1, -2) * self._heads.scaling
-        return logits.softmax(dim=-1).view(r, h, g, q, -1)
-
-    def scores(self, weight: Tensor) -> Tensor:
+        logits = query.reshape(r, h, g * q, d) @ key.float().transpose(-1, -2) * self._heads.scaling
+        weight = logits.softmax(dim=-1).view(r, h, g, q, -1)
         per_head = weight.amax(dim=3) if self._policy.query_pooling == "max" else weight.mean(dim=3)
         return per_head.amax(dim=2) if self._policy.group_pooling == "max" else per_head.mean(dim=2)
-
-    def protected(self, view: CacheView) -> Tensor:
-        return (view.positions > view.newest - self._policy.recent) | (view.positions < self._policy.sinks)
 
     def select_rows(self, rows: Tensor) -> None:
         super().select_rows(rows)

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Sequence
-from typing import ClassVar
-
 import torch
 from torch import Tensor
 
 from beaconscope.kv.heads import HeadInfo
-from beaconscope.kv.policies.base import CacheView, Policy, PolicyState, QueryBlock, keep_highest
+from beaconscope.kv.policies.base import CacheView, Policy, PolicyState, QueryBlock
 from beaconscope.kv.step import AttentionStep
 
 
@@ -51,38 +47,3 @@ class RecentQueriesState(PolicyState):
         r, h, g, w, d = self._recent.shape
         products = self._recent.reshape(r, h, g * w, d) @ key.float().transpose(-1, -2)
         return products.view(r, h, g, w, -1) * self._heads.scaling
-
-
-class ObservingState(RecentQueriesState):
-    """Keeps what observation queries, the most recent ones and maybe others, attend to among the entries at hand."""
-
-    causal: ClassVar[bool]
-    """An observation query attends to nothing that is newer than itself."""
-
-    @property
-    def plain(self) -> bool:
-        """The attention is a softmax of scaled products and nothing more."""
-        return True
-
-    def queries(self, newest: int) -> tuple[Tensor, ...]:
-        """The observation queries at position ``newest``, post-RoPE, [R, H, G, Q, D] each; the recent ones first."""
-        return (self._recent,)
-
-    @abstractmethod
-    def attention(self, queries: Sequence[Tensor], view: CacheView) -> Tensor:
-        """Attention of the observation queries, Q in all, on the entries at hand, [R, H, G, Q, N]."""
-
-    @abstractmethod
-    def scores(self, weight: Tensor) -> Tensor:
-        """Score of every entry, [R, H, N], from attention [R, H, G, Q, N]."""
-
-    @abstractmethod
-    def protected(self, view: CacheView) -> Tensor:
-        """Entries that stay whatever their score, bool [R, H, N]."""
-
-    def keep(self, view: CacheView) -> Tensor:
-        return self.choose(self.scores(self.attention(self.queries(view.newest), view)), self.protected(view))
-
-    def choose(self, scores: Tensor, protected: Tensor) -> Tensor:
-        """The entries to keep, bool [R, H, N], by their scores."""
-        return keep_highest(scores, protected, self._budget, self._heads.shared)

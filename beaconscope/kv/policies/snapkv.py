@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -17,36 +16,25 @@ from torch.nn.functional import pad
 
 from beaconscope.errors import UsageError
 from beaconscope.kv.heads import HeadInfo
-from beaconscope.kv.policies.base import CacheView, Policy, PolicyState
+from beaconscope.kv.policies.base import CacheView, Policy, PolicyState, keep_highest
 from beaconscope.kv.policies.pooling import pool_neighbours
-from beaconscope.kv.policies.recent import ObservingState
+from beaconscope.kv.policies.recent import RecentQueriesState
 
 
-class SnapKVState(ObservingState):
+class SnapKVState(RecentQueriesState):
     """The last queries."""
-
-    causal = True
 
     def __init__(self, policy: SnapKV, heads: HeadInfo) -> None:
         super().__init__(policy, heads, policy.window)
         self._policy = policy
 
-    @property
-    def plain(self) -> bool:
-        return self._heads.softcap is None and self._heads.sink_logit is None
-
-    def attention(self, queries: Sequence[Tensor], view: CacheView) -> Tensor:
-        return self._attention(view)
-
-    def scores(self, weight: Tensor) -> Tensor:
-        policy, size = self._policy, weight.shape[-1]
-        window = min(policy.window, size)
-        total = weight.sum(dim=3)[..., : size - window]  # [R, H, G, N - w]
+    def keep(self, view: CacheView) -> Tensor:
+        policy = self._policy
+        window = min(policy.window, view.size)
+        total = self._attention(view).sum(dim=3)[..., : view.size - window]  # [R, H, G, N - w]
         score = pool_neighbours(total, policy.kernel, policy.pooling).mean(dim=2)
-        return pad(score, (0, window))
-
-    def protected(self, view: CacheView) -> Tensor:
-        return view.positions > view.newest - self._policy.window
+        recent = view.positions > view.newest - policy.window
+        return keep_highest(pad(score, (0, window)), recent, policy.budget, self._heads.shared)
 
 
 @dataclass(frozen=True)
