@@ -8,10 +8,12 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from beaconscope.errors import BeaconScopeError, UsageError
 from beaconscope.kv.policies import BeaconKV, Full, Oracle, Policy, RandomEviction, StreamingLLM, parse_policy
+
+_P = TypeVar("_P", bound=Policy)
 
 _MOST_SETTINGS = 10_000
 _MOST_BYTES = 1 << 20
@@ -49,7 +51,7 @@ def expand(policies: Sequence[str], lists: Mapping[str, Sequence[object]]) -> li
         if count > _MOST_SETTINGS:
             raise UsageError(f"these lists make {count:,} settings; give fewer values (at most {_MOST_SETTINGS:,})")
         for values in itertools.product(*(lists[key] for key in varied)):
-            found[parse_policy(text, **dict(zip(varied, values, strict=True)))] = None
+            found[_without_idle(parse_policy(text, **dict(zip(varied, values, strict=True))))] = None
     idle = [key for key in lists if key not in used]
     if idle:
         raise UsageError(
@@ -57,6 +59,14 @@ def expand(policies: Sequence[str], lists: Mapping[str, Sequence[object]]) -> li
             "that has it"
         )
     return list(found)
+
+
+def _without_idle(policy: _P) -> _P:
+    """The same setting, with its defaults for what has no effect: how beacons are chosen where there are none."""
+    if isinstance(policy, BeaconKV) and policy.beacons == 0:
+        idle = ("selector", "query_space", "beacon_rotation", "pool_low", "pool_high", "seed")
+        return replace(policy, **{name: getattr(BeaconKV, name) for name in idle})
+    return policy
 
 
 def read_grid(path: Path) -> list[Policy]:
@@ -121,7 +131,7 @@ def recent_only(setting: BeaconKV) -> BeaconKV | None:
     observing = setting.recent + setting.beacons
     if setting.beacons == 0 or setting.selector == "none" or setting.budget < observing + setting.sinks + 1:
         return None
-    return replace(setting, beacons=0, recent=observing, pool_low=None, pool_high=None)
+    return _without_idle(replace(setting, beacons=0, recent=observing, pool_low=None, pool_high=None))
 
 
 def random_queries(setting: BeaconKV) -> list[BeaconKV]:
