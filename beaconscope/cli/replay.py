@@ -330,7 +330,7 @@ def _revisits(trace: Trace, analysis: Path | None, terminal: Terminal) -> list[i
 
         try:
             tokens = pd.read_parquet(analysis, columns=["position", "revisit"])
-            in_order = bool((tokens["position"] == range(len(tokens))).all() and tokens["revisit"].dtype == bool)
+            in_order = tokens["position"].tolist() == list(range(len(tokens))) and tokens["revisit"].dtype == bool
         except (OSError, ValueError, TypeError, KeyError, ArrowException) as error:
             raise BeaconScopeError(f"{analysis} is no analysis; give a file that `analyze -o` wrote") from error
         if len(tokens) != trace.length or not in_order:
