@@ -22,7 +22,7 @@ from beaconscope.replay.grid import read_grid
 from beaconscope.report import ReportOptions
 from beaconscope.selection import select
 
-FAST = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FAST = settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 NUMBERS = st.one_of(
     st.integers(-(2**70), 2**70), st.floats(), st.sampled_from([0, -1, 1, 2**31, 2**63, 10**1000, math.nan, math.inf])
 )
