@@ -32,10 +32,7 @@ INSTEAD: Mapping[str, tuple[tuple[str, str], ...]] = {
     ),
     "docs/analysis.md": (("--model M ", f"--model {MODEL} "), ("(min_z=4)", "(min_z=4, cluster_heads=0)")),
     "docs/replay.md": (("256,512,1024 ", "72,96 "), ("--budget 256,512 --live", "--budget 64,96 --live")),
-    "docs/report.md": (
-        # The names of two traces elsewhere on the page.
-        ("--analysis a.parquet --replay r.parquet", "--analysis analysis.parquet --replay replay.parquet"),
-    ),
+    "docs/report.md": (("first.parquet second.parquet", "a.parquet b.parquet"),),
     "docs/scale.md": (("traces/*.parquet --policy beacon,snapkv --budget 512,1024", "?.parquet --budget 64"),),
     "docs/trace-format.md": (("trace.head(12,", "trace.head(1,"), ("(12, 0", "(1, 0"), ("0, 500)", "0, 200)")),
     "docs/howto/record.md": (("max_new_tokens=4000", "max_new_tokens=24"), ('"8,16,24"', '"0,1"')),
