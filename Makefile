@@ -56,7 +56,7 @@ bench: install
 
 # Each benchmark for less than a minute: shows that it runs, not what it measures.
 bench-quick: install
-	for name in $(BENCHMARKS); do echo "== $$name"; $(BIN)/python benchmarks/$$name.py --quick || exit 1; done
+	printf '%s\n' $(BENCHMARKS) | xargs -P $(WORKERS) -I NAME $(BIN)/python benchmarks/NAME.py --quick
 
 bench-peers: $(PEERS)/installed
 	$(PEERS)/bin/python benchmarks/decoding.py

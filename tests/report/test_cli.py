@@ -43,6 +43,19 @@ def test_a_report_is_written_and_said(files: tuple[Path, Path], tmp_path: Path) 
     assert "--force" in refused.stderr
 
 
+def test_it_is_opened_where_that_is_asked_for(
+    files: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trace, analysis = files
+    opened: list[str] = []
+    monkeypatch.setattr("webbrowser.open", opened.append)
+    page = tmp_path / "a page.html"
+    for more in ([], ["--open", "--force"]):
+        done = run("report", trace, "--analysis", analysis, "--umap-heads", 0, "-o", page, *more)
+        assert done.exit_code == 0, done.output
+    assert opened == [page.resolve().as_uri()]
+
+
 def test_figures_are_written(files: tuple[Path, Path], tmp_path: Path) -> None:
     trace, analysis = files
     folder = tmp_path / "figures"
