@@ -174,7 +174,10 @@ async function start() {
     if (wanted !== store.trace) show(traces, wanted, about);
     else store.set(parseHash(location.hash, store.state, store.data));
   });
-  addEventListener("beforeprint", () => redrawAll(true));
+  addEventListener("beforeprint", () => {
+    redrawAll(true);
+    for (const series of [current.views?.clusters, current.views?.tradeoff]) void series?.redraw(true);
+  });
   // For tests, and for whoever wants the numbers at the browser's console.
   window.beaconscope = { traces, get state() { return current.store.state; }, get views() { return current.views; }, get store() { return current.store; } };
   document.documentElement.dataset.ready = (performance.now() - began).toFixed(0);

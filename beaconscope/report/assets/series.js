@@ -50,9 +50,10 @@ class Series {
     return Plotly.toImage(this.plot, { format, width, height, scale: format === "png" ? 2 : 1 });
   }
 
-  async redraw() {
+  /** Draw; what nobody sees waits until it is seen, unless `all` is to be there (for a printer). */
+  async redraw(all = false) {
     this.drawn = false;
-    if (!this.visible) return;
+    if (!this.visible && !(all && window.Plotly)) return;
     const { traces, layout, none } = this.spec.figure(themeColours());
     this.say();
     this.plot.setAttribute("aria-label", this.spec.label?.() ?? this.spec.title);
