@@ -259,22 +259,30 @@ class TestCtrlC:
         assert load_trace(recover(folder / "out")).length > len(PROMPT)
 
 
+def fails_after(calls, error):
+    """A method that does what it did for so many calls, and then raises."""
+
+    def failing(method):
+        left = calls
+
+        def fail(self, *arguments):
+            nonlocal left
+            left -= 1
+            if left < 0:
+                raise error
+            return method(self, *arguments)
+
+        return fail
+
+    return failing
+
+
 class TestNoMemory:
     def test_in_the_writer(self, fork, folder, model_folder):
-        def failing(write):
-            left = 12
-
-            def fail(self, batches):
-                nonlocal left
-                left -= 1
-                if left < 0:
-                    raise MemoryError
-                write(self, batches)
-
-            return fail
-
         arguments = (*RECORD, "--model", model_folder, "-n", 60)
-        ended = fork(*arguments, cwd=folder, prepare=patched(StreamWriter, "write", failing)).wait()
+        ended = fork(
+            *arguments, cwd=folder, prepare=patched(StreamWriter, "write", fails_after(12, MemoryError()))
+        ).wait()
         assert (ended.code, ended.out) == (1, "")
         assert ended.line.startswith("error: no memory is left to write to out.journal; ")
         safe = int(ended.line.split(" tokens are safe")[0].split()[-1])
@@ -283,22 +291,9 @@ class TestNoMemory:
     def test_in_the_model(self, fork, folder, model_folder):
         from beaconscope.record.generate import _Draw
 
-        def failing(draw):
-            left = 40
-
-            def fail(self, logits):
-                nonlocal left
-                left -= 1
-                if left < 0:
-                    raise RuntimeError(
-                        "[enforce fail at alloc_cpu.cpp:124] . DefaultCPUAllocator: can't allocate memory"
-                    )
-                return draw(self, logits)
-
-            return fail
-
+        refused = RuntimeError("[enforce fail at alloc_cpu.cpp:124] . DefaultCPUAllocator: can't allocate memory")
         arguments = (*RECORD, "--model", model_folder, "-n", 60)
-        ended = fork(*arguments, cwd=folder, prepare=patched(_Draw, "__call__", failing)).wait()
+        ended = fork(*arguments, cwd=folder, prepare=patched(_Draw, "__call__", fails_after(40, refused))).wait()
         assert (ended.code, ended.out) == (1, "")
         assert ended.line == "error: no memory is left; what was recorded is safe: run `beaconscope recover out`"
         assert load_trace(recover(folder / "out")).length > len(PROMPT)
