@@ -18,8 +18,8 @@ def page() -> str:
         "What a KV cache can evict by: `record --cache NAME:parameter=value,...`, `replay --policy "
         "NAME:parameter=value,...`, and `beaconscope.parse_policy`. One policy object serves the live cache and the "
         "replay. Sizes are entries of a KV head; B is `budget`, I `interval`. A cache compresses when it holds B + I "
-        "entries and keeps B. Where the sources of a rule leave a doubt, [method and choices](../method.md) says how "
-        "it is read here.",
+        "entries and keeps B, unless the rule says otherwise. Where the sources of a rule leave a doubt, [method and "
+        "choices](../method.md) says how it is read here.",
     )
     lines += table(
         ["policy", "keeps", "works in", "source"],
