@@ -58,7 +58,10 @@ class ExpectedAttentionState(PolicyState):
         logits = mean @ key.transpose(-1, -2) * heads.scaling  # [R, H, G, N]
         if policy.covariance:
             covariance = turn.T @ (self._scatter / max(self._count, 1)) @ turn
-            spread = ((key.unsqueeze(2) @ covariance) * key.unsqueeze(2)).sum(dim=-1)
+            r, h, g, d, _ = covariance.shape
+            # One product for all query heads, so that no keys are copied.
+            turned = key @ covariance.transpose(2, 3).reshape(r, h, d, g * d)  # [R, H, N, GD]
+            spread = (turned.view(r, h, -1, g, d) * key.unsqueeze(3)).sum(dim=-1).transpose(-1, -2)
             logits = logits + spread * (heads.scaling**2 / 2)
         sinks = view.positions < policy.sinks
         weight = logits.masked_fill(sinks.unsqueeze(2), float("-inf")).softmax(dim=-1).mean(dim=2)
