@@ -12,6 +12,40 @@ _BLOCK_BYTES = 32 << 20
 """Attention of many tokens is computed in blocks of at most this size."""
 
 
+def attention_weights(
+    products: Tensor,
+    scaling: float,
+    softcap: float | None = None,
+    sink_logit: Tensor | None = None,
+    visible: Tensor | None = None,
+) -> Tensor:
+    """Post-softmax attention from the products of queries and keys, as a model works it out.
+
+    Parameters
+    ----------
+    products
+        float32 [R, H, G, t, N].
+    scaling, softcap, sink_logit
+        As in :class:`AttentionStep`.
+    visible
+        Which entries a query sees, bool, broadcast to [R, H, G, t, N]; None for all of them.
+
+    Returns
+    -------
+    Tensor
+        float32 [R, H, G, t, N]; rows sum to one, less what a learned sink takes.
+    """
+    logits = products * scaling
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    if visible is not None:
+        logits = logits.masked_fill(~visible, float("-inf"))
+    if sink_logit is None:
+        return logits.softmax(dim=-1)
+    sink = sink_logit.float()[None, :, :, None, None].expand(*logits.shape[:-1], 1)
+    return torch.cat([logits, sink], dim=-1).softmax(dim=-1)[..., :-1]
+
+
 @dataclass(frozen=True)
 class AttentionStep:
     """What T new tokens of R sequences of equal length brought to a layer, and what they attended to.
@@ -58,17 +92,10 @@ class AttentionStep:
         """
         query = self.query[:, :, :, start:stop].float()  # [R, H, G, t, D]
         r, h, g, t, d = query.shape
-        n = self.key.shape[2]
-        logits = query.reshape(r, h, g * t, d) @ self.key.float().transpose(-1, -2)
-        logits = logits.view(r, h, g, t, n) * self.scaling
-        if self.softcap is not None:
-            logits = self.softcap * torch.tanh(logits / self.softcap)
-        if self.tokens > 1 or self.window is not None or self.padded:
-            logits = logits.masked_fill(~self._visible(start, t), float("-inf"))
-        if self.sink_logit is None:
-            return logits.softmax(dim=-1)
-        sink = self.sink_logit.float()[None, :, :, None, None].expand(r, h, g, t, 1)
-        return torch.cat([logits, sink], dim=-1).softmax(dim=-1)[..., :-1]
+        products = (query.reshape(r, h, g * t, d) @ self.key.float().transpose(-1, -2)).view(r, h, g, t, -1)
+        masked = self.tokens > 1 or self.window is not None or self.padded
+        visible = self._visible(start, t) if masked else None
+        return attention_weights(products, self.scaling, self.softcap, self.sink_logit, visible)
 
     def blocks(self, start: int = 0) -> Iterator[tuple[int, Tensor]]:
         """Attention of the new tokens from ``start`` on, in blocks of bounded size.

@@ -3,7 +3,7 @@
 from beaconscope.replay.grid import default_lists, expand, label, read_grid, split_policies, with_controls
 from beaconscope.replay.layer import LayerData, load_layer
 from beaconscope.replay.measure import HeadMeasures, MeasureOptions, measure_head
-from beaconscope.replay.simulate import Simulation, simulate
+from beaconscope.replay.simulate import simulate
 from beaconscope.replay.summary import Answer, Difference, answer, best_few, by_setting, compare, to_dict
 from beaconscope.replay.sweep import Found, Job, Parts, make_jobs, run_job, sweep
 
@@ -16,7 +16,6 @@ __all__ = [
     "LayerData",
     "MeasureOptions",
     "Parts",
-    "Simulation",
     "answer",
     "best_few",
     "by_setting",

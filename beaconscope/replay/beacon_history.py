@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -20,12 +19,19 @@ from beaconscope.kv.policies.beacon import BeaconKV
 from beaconscope.replay.layer import LayerData
 
 
-@dataclass
 class _History:
-    """What was chosen at each position, and the same as post-RoPE queries asked there."""
+    """What was chosen at each position."""
 
-    chosen: dict[int, BeaconSet]
-    rotated: dict[int, Tensor]
+    def __init__(self, tracker: BeaconTracker, chosen: dict[int, BeaconSet]) -> None:
+        self._tracker = tracker
+        self._rotated: dict[int, Tensor] = {}
+        self.chosen = chosen
+
+    def rotated(self, position: int) -> Tensor:
+        """The same as post-RoPE queries asked at that position, [1, H, G, K, D]."""
+        if position not in self._rotated:
+            self._rotated[position] = self._tracker.rotated(self.chosen[position], position, "current")
+        return self._rotated[position]
 
 
 class _KnownBeacons(BeaconTracker):
@@ -44,12 +50,9 @@ class _KnownBeacons(BeaconTracker):
         return BeaconSet(chosen.vector[:, :, :, : self._count], chosen.source[:, :, :, : self._count])
 
     def rotated(self, beacons: BeaconSet, position: int, rotation: Rotation) -> Tensor:
-        if rotation == "own" or self._settings.query_space == "post-rope":
+        if rotation == "own":
             return super().rotated(beacons, position, rotation)
-        known = self._history.rotated
-        if position not in known:
-            known[position] = super().rotated(self._history.chosen[position], position, rotation)
-        return known[position][:, :, :, : self._count]
+        return self._history.rotated(position)[:, :, :, : self._count]
 
 
 class BeaconHistories:
@@ -71,8 +74,8 @@ class BeaconHistories:
             ways = policy.beacon_settings
             if ways.count == 0 or ways.selector == "none":
                 continue
-            most, positions = self._waiting.get(_shared(ways), (0, set()))
-            self._waiting[_shared(ways)] = (max(most, ways.count), positions | set(fired))
+            most, positions = self._waiting.get(shared_choice(ways), (0, set()))
+            self._waiting[shared_choice(ways)] = (max(most, ways.count), positions | set(fired))
         self._known: dict[BeaconSettings, _History] = {}
 
     def tracker(self, policy: BeaconKV) -> BeaconTracker:
@@ -80,12 +83,21 @@ class BeaconHistories:
         ways = policy.beacon_settings
         if ways.count == 0 or ways.selector == "none":
             return BeaconTracker(ways, self._heads)
-        way = _shared(ways)
-        if way not in self._known:
-            self._known[way] = _History(self._follow(way, *self._waiting[way]), {})
-        return _KnownBeacons(ways, self._heads, self._known[way])
+        return _KnownBeacons(ways, self._heads, self._history(shared_choice(ways)))
 
-    def _follow(self, way: BeaconSettings, count: int, fired: set[int]) -> dict[int, BeaconSet]:
+    def rotated(self, choice: BeaconSettings, position: int) -> Tensor:
+        """Beacons as queries asked at a position where settings that share ``choice`` compress, [1, H, G, K, D].
+
+        K is the most that one of them keeps.
+        """
+        return self._history(choice).rotated(position)
+
+    def _history(self, choice: BeaconSettings) -> _History:
+        if choice not in self._known:
+            self._known[choice] = self._follow(choice, *self._waiting[choice])
+        return self._known[choice]
+
+    def _follow(self, way: BeaconSettings, count: int, fired: set[int]) -> _History:
         """The ``count`` beacons chosen at each of the positions ``fired``."""
         tracker = BeaconTracker(dataclasses.replace(way, count=count), self._heads)
         chosen: dict[int, BeaconSet] = {}
@@ -98,11 +110,11 @@ class BeaconHistories:
             # A tracker that has current beacons chooses anew at every thinning, which nobody asks for here.
             tracker.current = None
             start = position + 1
-        return chosen
+        return _History(tracker, chosen)
 
 
-def _shared(settings: BeaconSettings) -> BeaconSettings:
-    """What settings have in common that share a history."""
+def shared_choice(settings: BeaconSettings) -> BeaconSettings:
+    """What settings have in common that choose beacons alike, so that they share a history."""
     if settings.selector == "fps":
         return dataclasses.replace(settings, count=0, seed=0)
     if settings.selector == "kmeans":

@@ -3,14 +3,16 @@
 A replay is teacher-forced: the queries are those of the recording, whatever its own cache had evicted by then.
 
 What many settings have in common is worked out once: the beacons of settings that choose them alike
-(:mod:`.beacon_history`), and the attention that the oracle foresees. Where positions alone decide (StreamingLLM)
-nothing has to be driven.
+(:mod:`.beacon_history`), the products of what observes with the keys (:mod:`.observed`), and the attention that the
+oracle foresees. Where positions alone decide (StreamingLLM) nothing has to be driven.
 """
 
 from __future__ import annotations
 
+import heapq
 import itertools
-from collections.abc import Sequence
+import time
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,20 +20,25 @@ import torch
 from torch import Tensor
 
 from beaconscope.errors import BeaconScopeError
-from beaconscope.kv.policies import CacheView, Oracle, Policy, QueryBlock, StreamingLLM
+from beaconscope.kv.beacons import BeaconTracker
+from beaconscope.kv.policies import CacheView, Oracle, Policy, QueryBlock, SnapKV, StreamingLLM
+from beaconscope.kv.policies.base import Observers
 from beaconscope.kv.policies.beacon import BeaconKV, BeaconKVState
 from beaconscope.kv.policies.oracle import OracleState
 from beaconscope.kv.policies.static_mask import StaticMask
 from beaconscope.replay.beacon_history import BeaconHistories
 from beaconscope.replay.kept import NEVER, Intervals, Kept, Lifetimes, Masks
 from beaconscope.replay.layer import LayerData
+from beaconscope.replay.observed import Observed, SharedProducts
 
 
 class _Entries(CacheView):
     """The view of a compression, whose keys and values are gathered when somebody looks at them."""
 
-    def __init__(self, data: LayerData, held: Tensor, newest: int) -> None:
-        self.__dict__.update(_data=data, positions=held, newest=newest)
+    def __init__(
+        self, data: LayerData, held: Tensor, newest: int, shared: Mapping[Observers, SharedProducts] | None = None
+    ) -> None:
+        self.__dict__.update(_data=data, positions=held, newest=newest, _shared=shared or {})
 
     @property
     def key(self) -> Tensor:
@@ -42,6 +49,14 @@ class _Entries(CacheView):
     def value(self) -> Tensor:
         data: LayerData = self.__dict__["_data"]
         return data.entries(data.key if data.value is None else data.value, self.positions)
+
+    def products(self, query: Tensor, observers: Observers | None = None) -> Tensor:
+        shared: Mapping[Observers, SharedProducts] = self.__dict__["_shared"]
+        if observers in shared:
+            known = shared[observers].held(query.shape[3], self.positions, self.newest)
+            if known is not None:
+                return known
+        return super().products(query, observers)
 
 
 @dataclass
@@ -58,6 +73,11 @@ class _Held:
         new = torch.arange(start, stop, device=self.positions.device)
         self.positions = torch.cat([self.positions, new.expand(1, self.positions.shape[1], stop - start)], dim=2)
 
+    def mark(self, last: Tensor, position: int) -> None:
+        """Write ``position`` to what is held, in ``last`` [H, T + 1]."""
+        index = self.positions[0]
+        last.scatter_(1, index.where(index >= 0, last.shape[1] - 1), position)
+
     def keep(self, kept: Tensor, size: int) -> Tensor:
         """Keep ``size`` entries of every head; which, as a policy's state is told of it."""
         index = kept.nonzero()[:, 2].view(1, -1, size)
@@ -73,66 +93,89 @@ class _Held:
         return order.where(held, -1)
 
 
-class Simulation:
-    """Policies on one layer, with what they have in common worked out once.
-
-    Parameters
-    ----------
-    policies
-        All that :meth:`run` is going to be asked for.
-    data
-        The layer.
-    """
-
-    def __init__(self, policies: Sequence[Policy], data: LayerData) -> None:
-        self._data = data
-        self._histories = BeaconHistories(
-            data, [(each, schedule(each, data)) for each in policies if isinstance(each, BeaconKV)]
-        )
-        oracles = [each for each in policies if isinstance(each, Oracle)]
-        self._foreseen = dict(zip(oracles, _foresee(oracles, data), strict=True))
-
-    def run(self, policy: Policy) -> Kept:
-        """What one of the policies would have kept of the layer.
-
-        Raises
-        ------
-        BeaconScopeError
-            Where it has to know what the trace does not say.
-        """
-        if isinstance(policy, Oracle):
-            return self._foreseen[policy]
-        if isinstance(policy, StaticMask):
-            return Masks(policy, self._data.heads(), self._data.length)
-        if isinstance(policy, StreamingLLM):
-            return _streaming(policy, self._data)
-        return drive(policy, self._data, self._histories)
-
-
 def simulate(policies: Sequence[Policy], data: LayerData) -> list[Kept]:
-    """What each policy would have kept of a layer; see :class:`Simulation`."""
-    simulation = Simulation(policies, data)
-    return [simulation.run(policy) for policy in policies]
+    """What each policy would have kept of a layer.
+
+    Raises
+    ------
+    BeaconScopeError
+        Where a policy has to know what the trace does not say.
+    """
+    return timed_simulation(policies, data)[0]
 
 
-def drive(policy: Policy, data: LayerData, histories: BeaconHistories | None = None) -> Lifetimes:
-    """Drive a policy that works in a live cache, step by step.
+def timed_simulation(policies: Sequence[Policy], data: LayerData) -> tuple[list[Kept], list[float]]:
+    """What :func:`simulate` finds, and the seconds that each policy took; what several share is the first one's.
+
+    The policies advance together from compression to compression, so that those which compress at the same position
+    share what they can while it is at hand.
+    """
+    oracles = [each for each in policies if isinstance(each, Oracle)]
+    foreseen = dict(zip(oracles, _foresee(oracles, data), strict=True))
+    asking = [(each, schedule(each, data)) for each in policies if isinstance(each, BeaconKV | SnapKV)]
+    histories = BeaconHistories(data, [(each, fired) for each, fired in asking if isinstance(each, BeaconKV)])
+    observed = Observed(data, histories, asking)
+    kept: list[Kept | None] = [None] * len(policies)
+    seconds = [0.0] * len(policies)
+    runs: dict[int, Generator[int, None, Lifetimes]] = {}
+    due: list[tuple[int, int]] = [(-1, number) for number in range(len(policies))]  # position and policy, a heap
+    while due:
+        _, number = heapq.heappop(due)
+        policy = policies[number]
+        started = time.perf_counter()
+        if isinstance(policy, Oracle):
+            kept[number] = foreseen[policy]
+        elif isinstance(policy, StaticMask):
+            kept[number] = Masks(policy, data.heads(), data.length)
+        elif isinstance(policy, StreamingLLM):
+            kept[number] = _streaming(policy, data)
+        else:
+            if number not in runs:
+                tracker = histories.tracker(policy) if isinstance(policy, BeaconKV) else None
+                runs[number] = _advance(policy, data, tracker, observed.of(policy))
+            try:
+                heapq.heappush(due, (next(runs[number]), number))
+            except StopIteration as end:
+                kept[number] = end.value
+        seconds[number] += time.perf_counter() - started
+    return [each for each in kept if each is not None], seconds
+
+
+def drive(policy: Policy, data: LayerData) -> Lifetimes:
+    """Drive a policy that works in a live cache, by itself.
 
     Raises
     ------
     BeaconScopeError
         Where it has to know what the trace does not say.
     """
+    run = _advance(policy, data)
+    while True:
+        try:
+            next(run)
+        except StopIteration as end:
+            found: Lifetimes = end.value
+            return found
+
+
+def _advance(
+    policy: Policy,
+    data: LayerData,
+    tracker: BeaconTracker | None = None,
+    shared: Mapping[Observers, SharedProducts] | None = None,
+) -> Generator[int, None, Lifetimes]:
+    """Drive a policy from compression to compression; yields the position of each before it happens."""
     if policy.needs_kinds and data.kinds is None:
         raise BeaconScopeError(
             f"the trace does not say which tokens are special, which {policy.name} has to know; record it anew, or "
             f"leave {policy.name} out"
         )
     heads, length, device = len(data.kv_heads), data.length, data.query.device
-    last = torch.full((heads, length), NEVER, dtype=torch.int32, device=device)
+    # One column more, for the entries that a head has fewer than others.
+    last = torch.full((heads, length + 1), NEVER, dtype=torch.int32, device=device)
     state = policy.start(data.heads())
-    if histories is not None and isinstance(policy, BeaconKV) and isinstance(state, BeaconKVState):
-        state.tracker = histories.tracker(policy)
+    if tracker is not None and isinstance(state, BeaconKVState):
+        state.tracker = tracker
     held = _Held(torch.zeros((1, heads, 0), dtype=torch.int64, device=device))
     fired: list[int] = []
     passes = list(data.passes)
@@ -155,16 +198,16 @@ def drive(policy: Policy, data: LayerData, histories: BeaconHistories | None = N
         if policy.needs_queries:
             state.observe(QueryBlock(data.query[:, :, :, start:stop], start, together=together))
         if state.capacity is not None and held.size >= state.capacity:
+            yield stop - 1
             size = 0 if policy.ragged else state.kept_size(held.size)
-            view = _Entries(data, held.positions, newest=stop - 1)
-            kept = state.keep(view)
-            gone = ~kept & (view.positions >= 0) if policy.ragged else ~kept
-            head = gone.nonzero()[:, 1]
-            last[head, view.positions[gone]] = stop - 1
+            kept = state.keep(_Entries(data, held.positions, stop - 1, shared))
+            # Of all that is at hand; what is kept gets a later number next time.
+            held.mark(last, stop - 1)
             state.evicted(held.keep_ragged(kept) if policy.ragged else held.keep(kept, size))
             fired.append(stop - 1)
         start = stop
-    return Lifetimes(last, tuple(fired))
+    held.mark(last, NEVER)
+    return Lifetimes(last[:, :length].contiguous(), tuple(fired))
 
 
 def schedule(policy: Policy, data: LayerData) -> tuple[int, ...]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -28,7 +27,7 @@ from beaconscope.replay.grid import label
 from beaconscope.replay.kept import Kept
 from beaconscope.replay.layer import LayerData, load_layer
 from beaconscope.replay.measure import HeadMeasures, MeasureOptions, measure_head
-from beaconscope.replay.simulate import Simulation
+from beaconscope.replay.simulate import timed_simulation
 from beaconscope.trace import Trace, load_trace
 from beaconscope.trace.facts import attention_of
 
@@ -59,7 +58,10 @@ class Job:
 
     def fingerprint(self) -> str:
         """What tells a result of this job from that of any other, whatever the file is called."""
+        from beaconscope import __version__
+
         described = {
+            "version": __version__,  # another version may keep otherwise
             "recording": load_trace(Path(self.folder, self.path)).metadata["recording_id"],
             "layer": self.layer,
             "kv_heads": self.kv_heads,
@@ -154,13 +156,7 @@ def run_job(job: Job) -> Found:
     trace = load_trace(Path(job.folder, job.path))
     # All heads of the layer, since some policies keep one set for all of them.
     data = load_layer(trace, job.layer, device=job.device)
-    simulation = Simulation(job.settings, data)
-    kept: list[Kept] = []
-    seconds: list[float] = []
-    for policy in job.settings:
-        started = time.perf_counter()
-        kept.append(simulation.run(policy))
-        seconds.append(time.perf_counter() - started)
+    kept, seconds = timed_simulation(job.settings, data)
     revisits = np.zeros(data.length, np.bool_)
     revisits[list(job.revisits)] = True
     rows: list[dict[str, Any]] = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -13,6 +13,9 @@ from torch import Tensor
 from beaconscope.errors import UsageError
 from beaconscope.kv.heads import HeadInfo
 from beaconscope.kv.step import AttentionStep
+
+Observers = Literal["recent", "beacons"]
+"""Queries that observe at a compression: the most recent ones, or beacons rotated to the newest position."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,21 @@ class CacheView:
     def size(self) -> int:
         """N, the entries at hand."""
         return self.positions.shape[2]
+
+    def products(self, query: Tensor, observers: Observers | None = None) -> Tensor:
+        """Products of queries with the keys at hand, float32 [R, H, G, Q, N].
+
+        Parameters
+        ----------
+        query
+            [R, H, G, Q, D], post-RoPE, float32.
+        observers
+            What these queries are, where a replay of many settings may have their products already: the last Q
+            queries, or the first Q beacons.
+        """
+        r, h, g, q, d = query.shape
+        products = query.reshape(r, h, g * q, d) @ self.key.float().transpose(-1, -2)
+        return products.view(r, h, g, q, self.size)
 
 
 class PolicyState(ABC):

@@ -11,6 +11,7 @@ At a compression, for each KV head:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
@@ -42,19 +43,18 @@ class BeaconKVState(RecentQueriesState):
 
     def keep(self, view: CacheView) -> Tensor:
         policy = self._policy
-        observed = [self._recent]
+        products = [view.products(self._recent, "recent")]
         beacons = self.tracker.choose(view.newest)
         if beacons is not None:
-            observed.append(self.tracker.rotated(beacons, view.newest, policy.beacon_rotation))
-        scores = self._scores(torch.cat(observed, dim=3), view.key)
+            rotated = self.tracker.rotated(beacons, view.newest, policy.beacon_rotation)
+            products.append(view.products(rotated, "beacons" if policy.beacon_rotation == "current" else None))
+        scores = self._scores(products)
         protected = (view.positions > view.newest - policy.recent) | (view.positions < policy.sinks)
         return keep_highest(scores, protected, policy.budget, self._heads.shared)
 
-    def _scores(self, query: Tensor, key: Tensor) -> Tensor:
-        """Score of every entry, [R, H, N], from observation queries [R, H, G, Q, D] and keys [R, H, N, D]."""
-        r, h, g, q, d = query.shape
-        logits = query.reshape(r, h, g * q, d) @ key.float().transpose(-1, -2) * self._heads.scaling
-        weight = logits.softmax(dim=-1).view(r, h, g, q, -1)
+    def _scores(self, products: Sequence[Tensor]) -> Tensor:
+        """Score of every entry, [R, H, N], from products of observation queries with the keys, [R, H, G, Q, N] each."""
+        weight = torch.cat([*products], dim=3).mul_(self._heads.scaling).softmax(dim=-1)
         per_head = weight.amax(dim=3) if self._policy.query_pooling == "max" else weight.mean(dim=3)
         return per_head.amax(dim=2) if self._policy.group_pooling == "max" else per_head.mean(dim=2)
 

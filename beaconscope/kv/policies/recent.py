@@ -7,7 +7,7 @@ from torch import Tensor
 
 from beaconscope.kv.heads import HeadInfo
 from beaconscope.kv.policies.base import CacheView, Policy, PolicyState, QueryBlock
-from beaconscope.kv.step import AttentionStep
+from beaconscope.kv.step import attention_weights
 
 
 class RecentQueriesState(PolicyState):
@@ -29,18 +29,13 @@ class RecentQueriesState(PolicyState):
 
     def _attention(self, view: CacheView) -> Tensor:
         """Attention of the remembered queries on the entries at hand, causal, [R, H, G, W, N]."""
-        heads = self._heads
-        return AttentionStep(
-            rows=None,
-            first_position=view.newest - self._recent.shape[3] + 1,
-            query=self._recent,
-            key=view.key,
-            value=view.key,  # not looked at; a replay would have to gather the values
-            key_positions=view.positions,
-            scaling=heads.scaling,
-            softcap=heads.softcap,
-            sink_logit=heads.sink_logit,
-        ).attention()
+        heads, count = self._heads, self._recent.shape[3]
+        visible = None
+        if count > 1:
+            position = view.newest - count + 1 + torch.arange(count, device=view.positions.device)
+            visible = position[:, None] >= view.positions[:, :, None, None, :]
+        products = view.products(self._recent, "recent")
+        return attention_weights(products, heads.scaling, heads.softcap, heads.sink_logit, visible)
 
     def _logits(self, key: Tensor) -> Tensor:
         """Scaled products of the remembered queries with keys [R, H, N, D], [R, H, G, W, N]."""
