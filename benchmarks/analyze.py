@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import multiprocessing
 import sys
 import tempfile
@@ -24,6 +23,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.growth import exponent
 from benchmarks.memory import peak_bytes
 from tests.analyze.made import Plan, plant
 
@@ -80,15 +80,6 @@ def make(path: Path, plan: Plan) -> None:
     plant(path, plan)
 
 
-def exponent(figures: list[dict[str, Any]]) -> float:
-    """Slope of processor time over length, both in logarithms, by least squares."""
-    x = [math.log(row["tokens"]) for row in figures]
-    y = [math.log(row["processor_seconds"]) for row in figures]
-    mean_x, mean_y = sum(x) / len(x), sum(y) / len(y)
-    above = sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True))
-    return above / sum((a - mean_x) ** 2 for a in x)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     kinds = parser.add_mutually_exclusive_group()
@@ -127,7 +118,8 @@ def main() -> None:
                 show(alone(analyzed, path, run.clusters, args.jobs))
                 path.unlink()
     if len(figures) > 1:
-        print(f"processor time grows with the length to the power of {exponent(figures):.2f}")
+        growth = exponent([row["tokens"] for row in figures], [row["processor_seconds"] for row in figures])
+        print(f"processor time grows with the length to the power of {growth:.2f}")
     if args.json:
         args.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
 

@@ -2,6 +2,7 @@
 
     python benchmarks/decoding.py                         # length to budget 16:1, batches of 1 and 8; some ten minutes
     python benchmarks/decoding.py --lengths 4096 --batches 8 --rounds 5
+    python benchmarks/decoding.py --lengths 16384 --batches 8 --contenders "fixed buffer" --rounds 25
     python benchmarks/decoding.py --quick                 # a tiny shape, to keep the script alive
 
 The model has random weights in a shape of Qwen3's, a ninth of Qwen3-4B's depth and a quarter of its width (4 layers,
@@ -10,7 +11,7 @@ hidden 640, 8 query heads on 2 KV heads of 128, vocabulary 1,024). What is compa
 - *full*: transformers' ``DynamicCache``. Its time for a generation of L tokens is measured at eight lengths, the
   middles of eight equal parts of L, with that many random entries put into the cache; tokens a second are those of the
   whole way.
-- *beaconscope*: ``BeaconCache`` of budget B, compressed every I tokens; measured over 2 I steps with both compressions.
+- *beaconscope*: ``BeaconCache`` of budget B, compressed every I tokens; measured over I steps, of which one compresses.
   What it costs does not depend on how long the text is.
 - *fixed buffer*: B + I slots that are overwritten in turn, all of them attended to, no policy: the limit.
 - *sliding*: transformers' own sliding-window layers, with a window of B + I.
@@ -18,8 +19,9 @@ hidden 640, 8 query heads on 2 KV heads of 128, vocabulary 1,024). What is compa
 - *kvpress*: ``DecodingPress(SnapKVPress)`` with the same budget and interval, where kvpress is installed (it needs
   transformers below 5.3, so an environment of its own: ``make bench-peers``).
 
-The contenders take turns, and each figure is the median over the rounds. Peak memory is that of a process of its own
-per contender: its highest resident size at the end of the generation less that of the loaded model.
+The contenders take turns, and each figure is the median over the rounds; ratios are those of one round. Caches whose
+cost does not hang on the length are filled once and go on from turn to turn. Peak memory is that of a process of its
+own per contender: its highest resident size at the end of the generation less that of the loaded model.
 """
 
 from __future__ import annotations
@@ -104,10 +106,10 @@ class FixedBuffer(DynamicCache):
 
 
 @functools.lru_cache
-def make_model(shape: str, window: int | None = None, *, ours: bool = False) -> Qwen3ForCausalLM:
+def make_model(shape: str, window: int | None = None, *, user: str = "") -> Qwen3ForCausalLM:
     """A model with random weights, the same ones each time; with ``window`` all of its layers slide.
 
-    ``ours`` is a model of its own, as BeaconCache taps the model that it is used with.
+    Who changes a model that it is used with, as BeaconCache and kvpress do, is a ``user`` with a model of its own.
     """
     torch.manual_seed(0)
     sliding = {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 0} if window else {}
@@ -165,13 +167,13 @@ Contender = Callable[[Case, str], contextlib.AbstractContextManager[Decoding]]
 
 
 def steady(
-    make: Callable[[Qwen3ForCausalLM, Case], Any], *, sliding: bool = False, ours: bool = False, fills: bool = True
+    make: Callable[[Qwen3ForCausalLM, Case], Any], *, sliding: bool = False, user: str = "", fills: bool = True
 ) -> Contender:
     """A cache whose cost does not hang on the length, filled by a prompt; it is full two steps on if it ``fills``."""
 
     @contextlib.contextmanager
     def contender(case: Case, shape: str) -> Iterator[Decoding]:
-        model = make_model(shape, case.budget + case.interval if sliding else None, ours=ours)
+        model = make_model(shape, case.budget + case.interval if sliding else None, user=user)
         decoding = Decoding(model, make(model, case), case)
         decoding.feed(case.budget + case.interval - 2 if fills else case.budget)
         decoding.steps(3)  # until it is full, and once compressed
@@ -184,7 +186,7 @@ def steady(
 def kvpress(case: Case, shape: str) -> Iterator[Decoding]:
     from kvpress import DecodingPress, SnapKVPress
 
-    model = make_model(shape)
+    model = make_model(shape, user="kvpress")
     press = DecodingPress(
         base_press=SnapKVPress(window_size=32),
         compression_interval=case.interval,
@@ -206,7 +208,7 @@ def growing(case: Case, shape: str) -> Iterator[Decoding]:
 
 STEADY: dict[str, Contender] = {
     "beaconscope": steady(
-        lambda model, case: BeaconCache(model, budget=case.budget, interval=case.interval), ours=True
+        lambda model, case: BeaconCache(model, budget=case.budget, interval=case.interval), user="beaconscope"
     ),
     "fixed buffer": steady(lambda _, case: FixedBuffer(case.budget + case.interval)),
     "sliding": steady(lambda model, _: DynamicCache(config=model.config), sliding=True),
@@ -220,27 +222,27 @@ if importlib.util.find_spec("kvpress"):
 def with_beacons(count: int) -> Contender:
     """BeaconCache with another number of beacons."""
     return steady(
-        lambda model, case: BeaconCache(model, budget=case.budget, interval=case.interval, beacons=count), ours=True
+        lambda model, case: BeaconCache(model, budget=case.budget, interval=case.interval, beacons=count),
+        user=f"beaconscope, K = {count}",
     )
 
 
-@torch.inference_mode()
-def seconds_a_step(name: str, case: Case, shape: str, full_steps: int) -> tuple[float, int]:
-    """Mean seconds of a step over a whole generation, and the bytes of keys and values at its end."""
-    torch.manual_seed(1)
-    if name != "full":
-        steps = 2 * full_steps if name == "static" else 2 * case.interval
-        with STEADY[name](case, shape) as decoding:
-            return decoding.steps(steps) / steps, decoding.nbytes()
+def full_seconds_a_step(case: Case, shape: str, steps: int) -> float:
+    """Mean seconds of a step of the full cache over a whole generation."""
     means = []
     for part in range(PARTS):
         with growing(case, shape) as decoding:
             decoding.fill(case.length * (2 * part + 1) // (2 * PARTS))
             decoding.steps(2)
-            means.append(decoding.steps(full_steps) / full_steps)
+            means.append(decoding.steps(steps) / steps)
+    return statistics.fmean(means)
+
+
+def full_bytes(case: Case, shape: str) -> int:
+    """Bytes of the full cache's keys and values at the end."""
     config = SHAPES[shape]
     entry = 2 * config["num_key_value_heads"] * config["head_dim"] * 4 * config["num_hidden_layers"]
-    return statistics.fmean(means), case.length * case.batch * entry
+    return case.length * case.batch * entry
 
 
 @torch.inference_mode()
@@ -267,14 +269,25 @@ def peak_memory_apart(name: str, case: Case, shape: str) -> int:
     return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
 
 
-def measure(case: Case, shape: str, rounds: int, full_steps: int, memory_of: Sequence[str]) -> list[dict[str, Any]]:
-    names = ["full", *STEADY]
+@torch.inference_mode()
+def measure(
+    case: Case, shape: str, names: Sequence[str], rounds: int, full_steps: int, memory_of: Sequence[str]
+) -> list[dict[str, Any]]:
     seconds: dict[str, list[float]] = {name: [] for name in names}
-    held: dict[str, int] = {}
-    for turn in range(rounds):
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            took, held[name] = seconds_a_step(name, case, shape, full_steps)
-            seconds[name].append(took)
+    held = {"full": full_bytes(case, shape)}
+    with contextlib.ExitStack() as stack:
+        torch.manual_seed(1)
+        steadies = {name: stack.enter_context(STEADY[name](case, shape)) for name in names if name != "full"}
+        for turn in range(rounds):
+            start = turn % len(names)
+            for name in [*names[start:], *names[:start]]:
+                if name == "full":
+                    seconds[name].append(full_seconds_a_step(case, shape, full_steps))
+                    continue
+                # A static cache is as slow at every step, and has an end.
+                steps = full_steps if name == "static" else case.interval
+                seconds[name].append(steadies[name].steps(steps) / steps)
+        held |= {name: decoding.nbytes() for name, decoding in steadies.items()}
     rows = []
     for name in names:
         took = statistics.median(seconds[name])
@@ -315,6 +328,7 @@ def main() -> None:
     parser.add_argument("--ratio", type=int, default=16, help="of length to budget")
     parser.add_argument("--interval", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--contenders", default="", help="compare with these alone, such as 'full,fixed buffer'")
     parser.add_argument("--beacons", default="", help="compare these numbers of beacons too, such as 0,64,256")
     parser.add_argument("--full-steps", type=int, default=8, help="steps of the full cache at each of its lengths")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
@@ -322,7 +336,9 @@ def main() -> None:
     parser.add_argument("--peak-memory-of", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    STEADY.update({f"beaconscope, K = {count}": with_beacons(int(count)) for count in args.beacons.split(",") if count})
+    counts = [int(count) for count in args.beacons.split(",") if count]
+    other_beacons = {f"beaconscope, K = {count}": with_beacons(count) for count in counts}
+    STEADY.update(other_beacons)
     if args.peak_memory_of:
         name, sizes = args.peak_memory_of
         print(peak_memory(name, Case(*map(int, sizes.split(","))), args.shape))
@@ -338,6 +354,10 @@ def main() -> None:
         )
     # Each takes a process that has to import everything anew.
     memory_of = ["beaconscope"] if args.quick else ["full", *STEADY]
+    known = ["full", *STEADY]
+    chosen = ["beaconscope", *args.contenders.split(","), *other_beacons] if args.contenders else known
+    if unknown := set(chosen) - set(known):
+        parser.error(f"{min(unknown)} is none of {', '.join(known)}")
     figures: dict[str, Any] = {
         "shape": args.shape,
         "threads": args.threads,
@@ -349,7 +369,7 @@ def main() -> None:
     for length in map(int, args.lengths.split(",")):
         for batch in map(int, args.batches.split(",")):
             case = Case(length, batch, length // args.ratio, args.interval)
-            rows = measure(case, args.shape, args.rounds, args.full_steps, memory_of)
+            rows = measure(case, args.shape, chosen, args.rounds, args.full_steps, memory_of)
             figures["rows"] += rows
             show(rows)
     if args.json:

@@ -6,6 +6,8 @@ seconds of the processor, one thread, so that a busy machine does not count. ``-
 ``python benchmarks/replay.py --sweep``: a trace of 16 K tokens and 48 KV heads under 40 settings, in two processes,
 from file to result: seconds of the clock, and the most memory that both took together.
 
+``python benchmarks/replay.py --curve``: how the cost grows with the length.
+
 ``python benchmarks/replay.py --cost``: what 1, 1,000 and 1,000,000 traces of 32 K tokens cost, from what a head costs
 here at 2 K and 4 K tokens; ``--write docs/scale.md`` puts it there.
 """
@@ -19,6 +21,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -31,34 +34,50 @@ from beaconscope.kv.policies import BeaconKV, ExpectedAttention, KeyDiff, Knorm,
 from beaconscope.kv.rotary import Rotary
 from beaconscope.replay import LayerData, MeasureOptions, make_jobs, measure_head, simulate, sweep
 from beaconscope.trace import HeadBlock, Journal, LayerLayout, TokenBlock, TraceLayout, estimate_bytes
+from benchmarks.growth import exponent
 
-LAYERS, HEADS, GROUP, SIZE, PROMPT = 2, 4, 2, 64, 200
+LAYERS, HEADS, PROMPT = 2, 4, 200
 
 
-def made_layer(length: int, layer: int) -> LayerData:
+class Shape(NamedTuple):
+    """Query heads in the group of a KV head, and the size of each."""
+
+    group: int
+    size: int
+
+    def __str__(self) -> str:
+        return f"{self.group} query heads of {self.size}"
+
+
+SHAPES = {"large": Shape(4, 128), "small": Shape(2, 64)}
+"""Qwen3-4B, Qwen3-8B and DeepSeek-R1-Distill-Llama-8B have the large one; models for trials have small ones."""
+
+
+def made_layer(length: int, layer: int, shape: Shape) -> LayerData:
     """Random vectors; what attention looks like makes no difference to the cost."""
     draw = torch.Generator().manual_seed(layer)
 
     def vectors(*shape: int) -> torch.Tensor:
         return torch.randn((1, HEADS, *shape), generator=draw)
 
-    half = SIZE // 2
+    group, size = shape
+    half = size // 2
     rotary = Rotary(
-        partner=torch.arange(SIZE).roll(half),
+        partner=torch.arange(size).roll(half),
         sign=torch.cat([-torch.ones(half), torch.ones(half)]),
         frequency=torch.arange(half).repeat(2),
-        inv_freq=10_000.0 ** (-torch.arange(0, SIZE, 2) / SIZE),
+        inv_freq=10_000.0 ** (-torch.arange(0, size, 2) / size),
         scaling=1.0,
         dtype=torch.float32,
     )
     return LayerData(
         layer=layer,
         kv_heads=tuple(range(HEADS)),
-        query=vectors(GROUP, length, SIZE),
-        key=vectors(length, SIZE),
-        value=vectors(length, SIZE),
+        query=vectors(group, length, size),
+        key=vectors(length, size),
+        value=vectors(length, size),
         rotary=rotary,
-        scaling=SIZE**-0.5,
+        scaling=size**-0.5,
         softcap=None,
         sink_logit=None,
         window=None,
@@ -110,17 +129,18 @@ def bare_product(data: LayerData) -> None:
     for head in range(HEADS):
         for start in range(PROMPT, data.length, 128):
             stop = min(start + 128, data.length)
-            query = data.query[0, head, :, start:stop].reshape(-1, SIZE)
+            query = data.query[0, head, :, start:stop].flatten(0, 1)
             query @ data.key[0, head, :stop].T
 
 
-def made_trace(path: Path, length: int, layers: int, heads: int) -> None:
+def made_trace(path: Path, length: int, layers: int, heads: int, shape: Shape) -> None:
     """Write a trace of random vectors, with what a replay reads and little else."""
+    group, width = shape
     layout = TraceLayout(
-        tuple(LayerLayout(layer, tuple(range(heads)), GROUP, SIZE, SIZE) for layer in range(layers)), "float32", 1
+        tuple(LayerLayout(layer, tuple(range(heads)), group, width, width) for layer in range(layers)), "float32", 1
     )
-    rotary = made_layer(1, 0).rotary.to_dict()
-    facts = {"scaling": SIZE**-0.5, "softcap": None, "sink_logit": None, "window": None, "kv_heads": heads}
+    rotary = made_layer(1, 0, shape).rotary.to_dict()
+    facts = {"scaling": width**-0.5, "softcap": None, "sink_logit": None, "window": None, "kv_heads": heads}
     metadata = {
         "model": {"id": "made-up", "dtype": "bfloat16"},
         "prompt": "",
@@ -135,14 +155,14 @@ def made_trace(path: Path, length: int, layers: int, heads: int) -> None:
             size = min(512, length - first)
             number = np.zeros(size, np.float32)
             journal.append_tokens(TokenBlock(first, np.zeros(size, np.int32), [b"a"] * size, number, number))
-            shape = (size, heads, GROUP)
-            none, hits = np.zeros(shape, np.float32), np.zeros((*shape, 1), np.float32)
+            asked = (size, heads, group)
+            none, hits = np.zeros(asked, np.float32), np.zeros((*asked, 1), np.float32)
             for layer in range(layers):
                 query, key, value = (
                     draw.standard_normal(each, np.float32)
-                    for each in ((*shape, SIZE), (size, heads, SIZE), (size, heads, SIZE))
+                    for each in ((*asked, width), (size, heads, width), (size, heads, width))
                 )
-                unassigned = np.full(shape, -1, np.int16)
+                unassigned = np.full(asked, -1, np.int16)
                 journal.append(
                     HeadBlock(
                         layer, first, query, key, value, unassigned, none, none, none, none, hits.astype(np.int32), hits
@@ -179,14 +199,47 @@ class PeakMemory:
             self.most = max(self.most, total)
 
 
-def run_sweep(quick: bool) -> None:
+def run_costs(length: int, shape: Shape) -> None:
+    """One setting against the product, and a hundred against one."""
+    layers = [made_layer(length, layer, shape) for layer in range(LAYERS)]
+    many = settings_of(length)
+    one = [next(policy for policy in many if isinstance(policy, BeaconKV) and policy.beacons == 16)]
+    replay([made_layer(512, 0, shape)], one)  # warm up
+    product = sum(seconds(lambda data=data: bare_product(data)) for data in layers)
+    print(f"{length} tokens, {LAYERS} layers x {HEADS} KV heads x {shape}")
+    print(f"bare product q k       {product:8.2f} s")
+    totals = []
+    for name, settings in (("1 setting", one), (f"{len(many)} settings", many)):
+        simulating, measuring = replay(layers, settings)
+        totals.append(simulating + measuring)
+        print(f"{name:<22} {totals[-1]:8.2f} s = simulating {simulating:.2f} + measuring {measuring:.2f}", flush=True)
+        if settings is one:
+            print(f"measuring / product    {measuring / product:8.2f}")
+    print(f"{len(many)} settings / 1         {totals[1] / totals[0]:8.2f}\n", flush=True)
+
+
+def run_curve(shape: Shape) -> None:
+    """How the cost of one layer grows with the length, for one setting and for twenty."""
+    lengths = (2048, 4096, 8192, 16384)
+    print(f"1 layer x {HEADS} KV heads x {shape}, seconds of one processor\n")
+    print("| tokens | 1 setting | 20 settings, a budget of a thirty-second to a quarter of the tokens |\n|---|---|---|")
+    took: list[tuple[float, float]] = []
+    for length in lengths:
+        layers, many = [made_layer(length, 0, shape)], settings_of(length)
+        took.append((sum(replay(layers, many[6:7])), sum(replay(layers, many[::5]))))
+        print(f"| {length} | {took[-1][0]:.1f} | {took[-1][1]:.1f} |", flush=True)
+    one, twenty = (exponent(lengths, costs) for costs in zip(*took, strict=True))
+    print(f"| grows with the length to the power of | {one:.2f} | {twenty:.2f} |\n")
+
+
+def run_sweep(quick: bool, shape: Shape) -> None:
     length, layers, heads = (2048, 2, 4) if quick else (16384, 6, 8)
     settings = settings_of(length)
     settings = [*settings[:50:2], *settings[50::3][:15]]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.parquet"
-        made_trace(path, length, layers, heads)
-        print(f"{length} tokens, {layers * heads} KV heads x {GROUP} query heads of {SIZE}, {len(settings)} settings")
+        made_trace(path, length, layers, heads, shape)
+        print(f"{length} tokens, {layers * heads} KV heads x {shape}, {len(settings)} settings")
         print(f"trace on disk          {path.stat().st_size / 1e9:8.2f} GB")
         started = time.perf_counter()
         with PeakMemory() as memory:
@@ -202,21 +255,24 @@ def run_cost() -> str:
     Attention and the measures of a setting grow with the square of the length, a simulation with the length and with
     the entries that a compression looks at.
     """
+    shape = SHAPES["large"]
+    width = HEADS * shape.group * shape.size
     cost: dict[str, list[float]] = {"attention": [], "measure": [], "simulate": []}
     for length in (2048, 4096):
-        layer = made_layer(length, 0)
+        layer = made_layer(length, 0, shape)
         one = [next(policy for policy in settings_of(length) if isinstance(policy, BeaconKV) and policy.beacons == 16)]
         many = [*one, *settings_of(length)[::5]]
         _, alone = replay([layer], one)
         simulating, together = replay([layer], many)
-        pairs = length**2 / 2 * HEADS * GROUP * SIZE
+        pairs = length**2 / 2 * width
         cost["attention"].append(alone / pairs)
         cost["measure"].append((together - alone) / (len(many) - 1) / pairs)
         looked_at = sum(policy.budget + policy.interval for policy in many)
-        cost["simulate"].append(simulating / (length * looked_at * HEADS * GROUP * SIZE))
+        cost["simulate"].append(simulating / (length * looked_at * width))
     for name, values in cost.items():
         print(f"{name:<10} {values[0]:.2e} at 2 K tokens, {values[1]:.2e} at 4 K; the latter is scaled")
-    length, layers, heads, group, size, settings, budget = 32768, 6, 8, 4, 128, 40, 1024
+    length, layers, heads, settings, budget = 32768, 6, 8, 40, 1024
+    group, size = shape
     width = layers * heads * group * size
     attention, measure, simulate_ = (values[-1] for values in cost.values())
     per_trace = width * (
@@ -271,13 +327,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="2 K tokens in place of 8 K")
     parser.add_argument("--sweep", action="store_true", help="16 K tokens, 48 KV heads, 40 settings, two processes")
+    parser.add_argument("--curve", action="store_true", help="how one setting and twenty grow, 2 K to 16 K tokens")
     parser.add_argument("--cost", action="store_true", help="what many traces of 32 K tokens cost")
     parser.add_argument("--write", type=Path, metavar="FILE", help="put that table into a document (docs/scale.md)")
+    parser.add_argument("--shape", choices=list(SHAPES), help="of the heads; both if left out")
     arguments = parser.parse_args()
     quick = arguments.quick
     torch.set_num_threads(1)
+    shapes = [SHAPES[name] for name in ([arguments.shape] if arguments.shape else SHAPES)]
+    if arguments.curve:
+        for shape in shapes:
+            run_curve(shape)
+        return
     if arguments.sweep:
-        run_sweep(quick)
+        for shape in shapes:
+            run_sweep(quick, shape)
         return
     if arguments.cost:
         table = run_cost()
@@ -285,22 +349,8 @@ def main() -> None:
         if arguments.write is not None:
             write_between(arguments.write, "cost", table)
         return
-    length = 2048 if quick else 8192
-    layers = [made_layer(length, layer) for layer in range(LAYERS)]
-    many = settings_of(length)
-    one = [next(policy for policy in many if isinstance(policy, BeaconKV) and policy.beacons == 16)]
-    replay([made_layer(512, 0)], one)  # warm up
-    product = sum(seconds(lambda data=data: bare_product(data)) for data in layers)
-    print(f"{length} tokens, {LAYERS} layers x {HEADS} KV heads x {GROUP} query heads of {SIZE}")
-    print(f"bare product q k       {product:8.2f} s")
-    totals = []
-    for name, settings in (("1 setting", one), (f"{len(many)} settings", many)):
-        simulating, measuring = replay(layers, settings)
-        totals.append(simulating + measuring)
-        print(f"{name:<22} {totals[-1]:8.2f} s = simulating {simulating:.2f} + measuring {measuring:.2f}")
-        if settings is one:
-            print(f"measuring / product    {measuring / product:8.2f}")
-    print(f"{len(many)} settings / 1         {totals[1] / totals[0]:8.2f}")
+    for shape in shapes:
+        run_costs(2048 if quick else 8192, shape)
 
 
 if __name__ == "__main__":

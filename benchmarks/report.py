@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 import tempfile
 import time
@@ -38,6 +37,7 @@ from beaconscope.trace import (
     TokenBlock,
     TraceLayout,
 )
+from benchmarks.growth import exponent
 from benchmarks.memory import peak_bytes
 
 SIZE, HITS, BUDGET, INTERVAL, BEACONS, PROMPT, WINDOW = 64, 8, 1024, 128, 16, 256, 128
@@ -252,7 +252,7 @@ def curve(folder: Path, group: int) -> list[dict[str, Any]]:
         said = rows[-1]
         print(f"{length:6} tokens: {said['seconds']:6.1f} s, page {said['page_megabytes']:.2f} MB", flush=True)
     growth = {
-        name: math.log(rows[-1][name] / rows[0][name]) / math.log(rows[-1]["tokens"] / rows[0]["tokens"])
+        name: exponent([row["tokens"] for row in rows], [row[name] for row in rows])
         for name in ("seconds", "page_megabytes")
     }
     print(f"seconds grow with the length to the power of {growth['seconds']:.2f}, ", end="")
