@@ -88,11 +88,12 @@ export function makeCard(parent, store, about) {
       summary.missing_vectors ? fact("missing", `${count(summary.missing_vectors)} queries or keys that are not finite`) : null,
       data.plain.redacted ? fact("redacted", "every token's text; the layout, numbers and positions are those of the trace") : null,
     ),
-    data.plain.causal ? causal(data.plain.causal) : null,
+    data.plain.causal ? el("p", {}, sayCausal(data.plain.causal)) : null,
   ));
 }
 
-function causal(found) {
-  const range = ([value, low, high]) => `${percent(value)} (${percent(low)} to ${percent(high)})`;
-  return el("p", {}, `Does it matter? Of ${count(found.revisits)} revisits ${count(found.both)} gave the next token at least ${decimal(found.threshold, 1)} nat; precision ${range(found.precision)}, recall ${range(found.recall)}.`);
+/** How the revisits compare with the gain, in words; a share of nothing is unknown. */
+export function sayCausal(found) {
+  const range = (share) => (share ? `${percent(share[0])} (${percent(share[1])} to ${percent(share[2])})` : "unknown");
+  return `Does it matter? Of ${count(found.revisits)} revisits ${count(found.both)} gave the next token at least ${decimal(found.threshold, 1)} nat; precision ${range(found.precision)}, recall ${range(found.recall)}.`;
 }

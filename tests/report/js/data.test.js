@@ -2,6 +2,7 @@ import assert from "node:assert/strict";
 import { test } from "node:test";
 import { gzipSync } from "node:zlib";
 
+import { sayCausal } from "../../../beaconscope/report/assets/answers.js";
 import { beaconChanges, changeAt, lifespans } from "../../../beaconscope/report/assets/beaconing.js";
 import { bytesOfBase64, inflate, Pack } from "../../../beaconscope/report/assets/data.js";
 import { binned, breakRows, findText, rowOf, visibleRows } from "../../../beaconscope/report/assets/layout.js";
@@ -142,4 +143,9 @@ test("two traces: common text, and rank correlation with ties", () => {
   assert.equal(rankCorrelation([1, 2, 3], [10, 20, 30]), 1);
   assert.equal(rankCorrelation([1, 2, 3], [3, 2, 1]), -1);
   assert.ok(Number.isNaN(rankCorrelation([1], [2])));
+});
+
+test("precision and recall of nothing are unknown", () => {
+  const said = sayCausal({ revisits: 0, both: 0, threshold: 1, precision: null, recall: [0.5, 0.4, 0.6] });
+  assert.match(said, /precision unknown, recall 50 % \(40 % to 60 %\)/);
 });
