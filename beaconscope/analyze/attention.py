@@ -58,8 +58,8 @@ def layer_rotary(trace: Trace, layer: int) -> Rotary | None:
 class HeadAttention:
     """The attention of the G query heads of one KV head. T positions.
 
-    Queries and keys that are not finite are missing: such a query has no attention (its rows are nan), such a key is
-    never attended to. ``missing`` counts both.
+    Queries and keys that are not finite are missing; ``missing`` counts both. A missing key is never attended to. A
+    missing query, and one that sees missing keys only, has no attention: its rows are nan.
     """
 
     def __init__(self, head: HeadTrace, facts: LayerFacts, evicted_at: npt.NDArray[np.int64] | None = None) -> None:
@@ -78,6 +78,11 @@ class HeadAttention:
         self._sink = None
         if facts.sink_logit is not None:
             self._sink = torch.tensor(facts.sink_logit[head.kv_head], dtype=torch.float32)  # [G]
+        elif self._any_missing_key:
+            seen = (~self.missing_key).cumsum(dim=0)  # [T]
+            if self._window is not None:
+                seen[self._window :] -= seen[: -self._window].clone()
+            self.missing_query |= seen == 0
         self._evicted_at = None if evicted_at is None else torch.from_numpy(evicted_at)  # [T]
         self.groups, self.length = query.shape[:2]
 

@@ -164,7 +164,7 @@ def scan(
         top=top.numpy(),
         lost=None if gone is None else out["lost"].numpy(),
         vertical=score,
-        distance=_in_bins(distance.numpy(), int((~attention.missing_query).sum(dim=1).max())),
+        distance=_in_bins(distance.numpy(), (~attention.missing_query).sum(dim=1).numpy()),
     )
 
 
@@ -241,7 +241,8 @@ def _add_lost(lost: Tensor, weight: Tensor, start: int, stop: int, window: int, 
         lost[:, begin:end] = amount + (rows[:, :, whole:] * far).sum(dim=-1)
 
 
-def _in_bins(distance: npt.NDArray[np.float64], rows: int) -> npt.NDArray[np.float64]:
-    """Sum attention by distance [G, T] in bins that double, as a mean per row."""
+def _in_bins(distance: npt.NDArray[np.float64], rows: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    """Sum attention by distance [G, T] in bins that double, as a mean over the rows [G] that are there."""
     edges = [0, *(1 << e for e in range(1, distance.shape[1].bit_length() + 1) if 1 << e < distance.shape[1])]
-    return np.add.reduceat(distance, edges, axis=1) / max(1, rows)
+    binned: npt.NDArray[np.float64] = np.add.reduceat(distance, edges, axis=1) / np.maximum(1, rows)[:, None]
+    return binned

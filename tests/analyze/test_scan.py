@@ -97,6 +97,26 @@ def test_softcap_window_and_learned_sinks_are_the_model_s(tmp_path):
     assert np.allclose(weight[1, 5, :66], power / (power.sum() + np.exp(-1.0)), atol=1e-6)
 
 
+def test_what_sees_missing_keys_only_is_missing_and_spoils_nothing(tmp_path):
+    def spoil(query, key):
+        key[0] = np.nan
+        query[100:110, 0, 0, 1] = np.nan
+
+    plant(tmp_path / "t.parquet", SMALL, spoil=spoil)
+    trace = load_trace(tmp_path / "t.parquet")
+    sentences = split_sentences(list(trace.tokens["token"]), list(trace.tokens["phase"].astype(str)))
+    attention = HeadAttention(trace.head(0, 0), layer_facts(trace, 0))
+    scanned = scan(attention, sentences, 20, [[], []], None)
+    assert attention.missing == 11
+    assert scanned.top[:, 0].tolist() == [-1, -1]
+    assert np.isfinite(scanned.vertical[:, :-4]).all()
+    # The rows that are there attend with all they have.
+    assert np.allclose(scanned.distance.sum(axis=1), 1.0, atol=1e-6)
+    # Under a window of one position each query sees its own key only.
+    alone = HeadAttention(trace.head(0, 0), LayerFacts(0.2, None, None, 1, False))
+    assert alone.missing_query[0].nonzero().tolist() == [[0]]
+
+
 def test_only_positions_that_always_draw_are_sinks(tmp_path):
     plant(tmp_path / "t.parquet", Plan(strength=16, rate=0.3, targets=1))
     trace = load_trace(tmp_path / "t.parquet")
