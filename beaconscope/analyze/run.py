@@ -157,7 +157,7 @@ def analyze(
     return Analysis(
         options=options,
         summary=summary,
-        verdict=judge(summary, clusters, options),
+        verdict=judge(summary, clusters),
         tokens=tokens,
         revisits=found,
         targets=targets,

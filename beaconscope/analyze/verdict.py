@@ -8,19 +8,25 @@ import pandas as pd
 from scipy.stats import false_discovery_control
 
 from beaconscope.analyze.clusters import FEWEST_REVISITS, GROUPS
-from beaconscope.analyze.options import AnalyzeOptions
 
 FEWEST = 20
 """Revisits of a trace below which nothing is said."""
 _LEVEL = 0.05
 
 
-def judge(summary: dict[str, Any], clusters: pd.DataFrame, options: AnalyzeOptions) -> dict[str, Any]:
+def judge(summary: dict[str, Any], clusters: pd.DataFrame) -> dict[str, Any]:
     """Answer ``yes``, ``no`` or ``not enough``.
 
     Yes where, in at least half of the tested query heads, revisits lie in fewer clusters than chance would have it
     (Benjamini-Hochberg at 5 % over the heads), and in no more than half as many as there are. Heads are tested before
     the rotary embedding where the trace has one, and need eight revisits.
+
+    Parameters
+    ----------
+    summary
+        Of the analysis: ``steps``, ``revisits`` and ``window``.
+    clusters
+        One row per clustered query head and space.
 
     Returns
     -------

@@ -14,7 +14,6 @@ from sklearn.metrics import (
 )
 from sklearn.preprocessing import normalize
 
-from beaconscope import AnalyzeOptions
 from beaconscope.analyze.beacons import _balance, _churn, _returns
 from beaconscope.analyze.clusters import concentration, quick_checks, stability, sweep_clusters, tendency
 from beaconscope.analyze.compare import matched_cosine
@@ -97,7 +96,7 @@ def clusters_frame(*rows):
     ],
 )
 def test_the_verdict_can_say_no_and_that_it_cannot_tell(rows, revisits, answer):
-    found = judge({"revisits": revisits, "steps": 500, "window": 64}, clusters_frame(*rows), AnalyzeOptions())
+    found = judge({"revisits": revisits, "steps": 500, "window": 64}, clusters_frame(*rows))
     assert found["answer"] == answer
     assert found["text"] and found["would_change"]
 
