@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from beaconscope.analyze.clusters import busiest_heads
 from beaconscope.analyze.events import Events
+from beaconscope.analyze.heads import busiest_heads
 from beaconscope.analyze.options import AnalyzeOptions
 from beaconscope.trace import Trace
 

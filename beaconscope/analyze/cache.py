@@ -9,6 +9,7 @@ import numpy.typing as npt
 import pandas as pd
 
 from beaconscope.analyze.events import Events
+from beaconscope.analyze.heads import head_name
 from beaconscope.analyze.places import Text
 
 _COLUMNS = ["position", "writes", "lost_share", "lost_position", "evicted_at", "head", "text"]
@@ -85,7 +86,7 @@ def cache_consequences(
                     "lost_share": of_step / float(mass.sum()),
                     "lost_position": place,
                     "evicted_at": int(left[row, column]),
-                    "head": f"{head['layer']}.{head['kv_head']}.{head['query_head']}",
+                    "head": head_name(head["layer"], head["kv_head"], head["query_head"]),
                     "text": text.text(max(0, place - _AROUND), min(step, place + _AROUND + 1)),
                 }
             )

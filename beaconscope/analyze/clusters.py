@@ -37,6 +37,7 @@ from sklearn.preprocessing import normalize
 
 from beaconscope.analyze.attention import layer_rotary, pre_rope
 from beaconscope.analyze.events import Events
+from beaconscope.analyze.heads import busiest_heads
 from beaconscope.analyze.options import AnalyzeOptions
 from beaconscope.analyze.revisits import Revisits
 from beaconscope.trace import HeadTrace, Trace
@@ -262,12 +263,6 @@ def stability(points: Array, count: int, seed: int) -> tuple[float, float]:
         other = KMeans(count, n_init=3, random_state=seed + draw + 1).fit_predict(points)
         over_seeds.append(adjusted_rand_score(base, other))
     return float(np.mean(over_bootstraps)) if over_bootstraps else float("nan"), float(np.mean(over_seeds))
-
-
-def busiest_heads(heads: pd.DataFrame, count: int) -> pd.DataFrame:
-    """The query heads with the most revisits, then events, then distant attention."""
-    order = heads.sort_values(["revisits", "events", "distant_share"], ascending=False, kind="stable")
-    return order.head(count)
 
 
 def spaces(trace: Trace, head: HeadTrace, group: int, positions: npt.NDArray[np.int64]) -> dict[str, Array]:

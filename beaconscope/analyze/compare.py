@@ -24,7 +24,8 @@ from sklearn.metrics import adjusted_mutual_info_score
 from sklearn.preprocessing import normalize
 
 from beaconscope.analyze.analysis import SCHEMA_VERSION, Analysis, plain
-from beaconscope.analyze.clusters import busiest_heads, distinct, spaces
+from beaconscope.analyze.clusters import distinct, spaces
+from beaconscope.analyze.heads import busiest_heads, head_name
 from beaconscope.trace import Trace
 
 _MATCHED_HEADS = 4
@@ -183,7 +184,7 @@ def _matches(queries: _Queries, analyses: Sequence[Analysis], first: int, second
                 {
                     "first": first,
                     "second": second,
-                    "head": ".".join(map(str, head)),
+                    "head": head_name(*head),
                     "space": space,
                     "clusters": count,
                     "ami": float(adjusted_mutual_info_score(one.predict(pooled), two.predict(pooled))),

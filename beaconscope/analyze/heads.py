@@ -1,4 +1,4 @@
-"""What kind of head each query head is."""
+"""Query heads: what they are called, what kind each is, and which are the busiest."""
 
 from __future__ import annotations
 
@@ -6,12 +6,24 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pandas as pd
 from scipy.stats import kurtosis
 
 from beaconscope.analyze.scan import HeadScan
 
 RETRIEVES = 0.1
 """A head whose retrieval score is above this is a retrieval head (Wu et al. 2024)."""
+
+
+def head_name(layer: int, kv_head: int, query_head: int) -> str:
+    """What a query head is called in tables: ``layer.kv_head.query_head``."""
+    return f"{layer}.{kv_head}.{query_head}"
+
+
+def busiest_heads(heads: pd.DataFrame, count: int) -> pd.DataFrame:
+    """The ``count`` query heads with the most revisits, then events, then distant attention, of one row per head."""
+    order = heads.sort_values(["revisits", "events", "distant_share"], ascending=False, kind="stable")
+    return order.head(count)
 
 
 def vertical_kurtosis(vertical: npt.NDArray[np.float64]) -> float:
@@ -83,7 +95,7 @@ def head_row(
         "event_rate": events / len(steps) if len(steps) else float("nan"),
         "distant_share": float(np.median(known)) if len(known) else float("nan"),
         "kurtosis": vertical_kurtosis(scanned.vertical[group]),
-        "retrieval": retrieval_score(scanned.top[group], token_id, max(0, steps.start), window),
+        "retrieval": retrieval_score(scanned.top[group], token_id, steps.start, window),
         "sinks": scanned.sinks[group],
         "distance_profile": scanned.distance[group].tolist(),
     }

@@ -19,7 +19,7 @@ from beaconscope.analyze.beacons import beacon_rows
 from beaconscope.analyze.cache import cache_consequences
 from beaconscope.analyze.clusters import cluster_rows
 from beaconscope.analyze.events import Events, find_events, join
-from beaconscope.analyze.heads import RETRIEVES, head_row
+from beaconscope.analyze.heads import RETRIEVES, head_name, head_row
 from beaconscope.analyze.options import AnalyzeOptions
 from beaconscope.analyze.parallel import workers
 from beaconscope.analyze.places import Text, anchors, merged, span_rows, spans
@@ -304,6 +304,7 @@ def _revisit_frames(
         found = span_rows(step, spans(*merged(events, chosen), options.target_mass), text)
         targets += found
         best = found[0]
+        looking = [sums.heads[number] for number in sorted(set(head_of[chosen].tolist()))]
         rows.append(
             {
                 "position": step,
@@ -315,7 +316,7 @@ def _revisit_frames(
                 "p": float(revisits.p[at]),
                 "q": float(revisits.q[at]),
                 "reason": str(revisits.reason[at]),
-                "heads": [head_name(sums.heads[number]) for number in sorted(set(head_of[chosen].tolist()))],
+                "heads": [head_name(head["layer"], head["kv_head"], head["query_head"]) for head in looking],
                 "target_start": best["start"],
                 "target_stop": best["stop"],
                 "target_share": best["share"],
@@ -330,11 +331,6 @@ def _revisit_frames(
     frame = frame.sort_values(["score", "position"], ascending=[False, True], ignore_index=True)
     target_columns = ["position", "start", "stop", "share", "distance", "sentence", "phase", "period", "text"]
     return frame, pd.DataFrame(targets, columns=target_columns)
-
-
-def head_name(head: Any) -> str:
-    """``layer.kv_head.query_head`` of a head's row."""
-    return f"{int(head['layer'])}.{int(head['kv_head'])}.{int(head['query_head'])}"
 
 
 def _head_frame(

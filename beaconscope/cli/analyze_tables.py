@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from beaconscope.analyze import Analysis, Comparison
+from beaconscope.analyze.heads import busiest_heads, head_name
 from beaconscope.cli.terminal import printable
 
 _WIDTH = 80
@@ -62,16 +63,16 @@ def show_analysis(analysis: Analysis, top: int) -> None:
         ],
         right=(0, 1),
     )  # fmt: skip
-    busy = analysis.heads.sort_values(["revisits", "events", "distant_share"], ascending=False, kind="stable")
-    shown = busy.head(top)
+    shown = busiest_heads(analysis.heads, top)
     _table(
         console,
-        _of("Heads (layer.KV head.query head)", shown, busy),
+        _of("Heads (layer.KV head.query head)", shown, analysis.heads),
         ["head", "kind", "revisits", "rate", "distant", "kurtosis", "retrieval", "sinks"],
         [
             [
-                f"{row.layer}.{row.kv_head}.{row.query_head}", row.kind, str(row.revisits), _number(row.event_rate, 3),
-                _number(row.distant_share, 2), _number(row.kurtosis, 1) + ("*" if row.receiver else ""),
+                head_name(row.layer, row.kv_head, row.query_head), row.kind, str(row.revisits),
+                _number(row.event_rate, 3), _number(row.distant_share, 2),
+                _number(row.kurtosis, 1) + ("*" if row.receiver else ""),
                 _number(row.retrieval, 2) + ("*" if row.retrieves else ""), ",".join(map(str, row.sinks[:3])),
             ]
             for row in _rows(shown)
@@ -183,7 +184,7 @@ def _clusters(console: Console, analysis: Analysis, top: int) -> None:
         ["head", "space", "K", "silhouette", "Hopkins", "clustered", "revisits", "groups", "p", "ARI"],
         [
             [
-                f"{row.layer}.{row.kv_head}.{row.query_head}", row.space.removesuffix("-rope"),
+                head_name(row.layer, row.kv_head, row.query_head), row.space.removesuffix("-rope"),
                 _number(row.recommended, 0), _number(row.silhouette, 2), _number(row.hopkins, 2),
                 _yes(row), str(row.revisits), _number(row.groups, 1), _number(row.concentration_p, 3),
                 _number(row.ari_bootstrap, 2),
@@ -209,7 +210,7 @@ def _beacons(console: Console, analysis: Analysis, top: int) -> None:
         ["head", "mean", "largest", "churn", "balance", "returns", "same", "chance"],
         [
             [
-                f"{row.layer}.{row.kv_head}.{row.query_head}", _number(row.mean_distance, 3),
+                head_name(row.layer, row.kv_head, row.query_head), _number(row.mean_distance, 3),
                 _number(row.largest_distance, 3), _number(row.churn, 2), _number(row.load_balance, 2),
                 str(row.returns), _number(row.same_beacon, 2), _number(row.same_beacon_by_chance, 2),
             ]
