@@ -27,7 +27,7 @@ def show_analysis(analysis: Analysis, top: int) -> None:
     summary = analysis.summary
     size = f"{_count(summary['length'], 'token')}, {_count(summary['heads'], 'query head')}"
     console.print(Text(f"{printable(summary['trace'])}: {size}"))
-    for line in _head_lines(analysis):
+    for line in _summary_lines(analysis):
         console.print(Text(line))
     _section(console, "Verdict")
     console.print(Text(analysis.verdict["text"]))
@@ -148,7 +148,7 @@ def show_comparison(compared: Comparison, top: int) -> None:
     console.print(Text(compared.text))
 
 
-def _head_lines(analysis: Analysis) -> list[str]:
+def _summary_lines(analysis: Analysis) -> list[str]:
     summary = analysis.summary
     rate = (
         ""
