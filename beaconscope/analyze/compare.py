@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pandas as pd
 from scipy.optimize import linear_sum_assignment
 from scipy.stats import binomtest, spearmanr
@@ -24,20 +23,23 @@ from sklearn.metrics import adjusted_mutual_info_score
 from sklearn.preprocessing import normalize
 
 from beaconscope.analyze.analysis import SCHEMA_VERSION, Analysis, plain
-from beaconscope.analyze.clusters import distinct, spaces
+from beaconscope.analyze.clusters import Array, distinct, spaces
 from beaconscope.analyze.heads import busiest_heads, head_name
 from beaconscope.trace import Trace
 
 _MATCHED_HEADS = 4
+"""Query heads of two traces whose clusters are matched."""
 _QUERIES = 200
+"""Queries of a head that are clustered, at most."""
 _CLUSTERS = 6
+"""Clusters into which they are cut, at most."""
 _STABLE = 0.5
 """Adjusted mutual information from which on clusters are called the same."""
 _FALSE_ALARMS = 0.05
 """Rate of revisits above which they are more than noise."""
 
-Centroids = npt.NDArray[np.floating[Any]]
 Head = tuple[int, int, int]
+"""Layer, KV head and query head in its group."""
 
 
 @dataclass(frozen=True)
@@ -131,13 +133,13 @@ class _Queries:
 
     def __init__(self, traces: Sequence[Trace], analyses: Sequence[Analysis]) -> None:
         self._traces, self._analyses = traces, analyses
-        self._spaces: dict[tuple[int, Head], dict[str, Centroids]] = {}
+        self._spaces: dict[tuple[int, Head], dict[str, Array]] = {}
         self._fits: dict[tuple[int, Head, str, int], KMeans] = {}
 
-    def of(self, trace: int, head: Head) -> dict[str, Centroids]:
+    def of(self, trace: int, head: Head) -> dict[str, Array]:
         """Directions [n, D] of up to 200 generating queries by space; nothing where there are too few."""
         if (trace, head) not in self._spaces:
-            self._spaces[trace, head] = _queries(self._traces[trace], self._analyses[trace], head)
+            self._spaces[trace, head] = _sampled_queries(self._traces[trace], self._analyses[trace], head)
         return self._spaces[trace, head]
 
     def clusters(self, trace: int, head: Head, space: str, count: int) -> KMeans:
@@ -195,14 +197,14 @@ def _matches(queries: _Queries, analyses: Sequence[Analysis], first: int, second
     return rows
 
 
-def matched_cosine(first: Centroids, second: Centroids) -> float:
+def matched_cosine(first: Array, second: Array) -> float:
     """Mean cosine of centroids [K, D] paired one to one so that it is highest."""
     cosine = normalize(first) @ normalize(second).T
     rows, columns = linear_sum_assignment(-cosine)
     return float(cosine[rows, columns].mean())
 
 
-def _queries(trace: Trace, analysis: Analysis, head: Head) -> dict[str, Centroids]:
+def _sampled_queries(trace: Trace, analysis: Analysis, head: Head) -> dict[str, Array]:
     """Directions of up to 200 generating queries of a head by space; nothing where there are too few."""
     layer, kv_head, group = head
     recorded = trace.head(layer, kv_head)
