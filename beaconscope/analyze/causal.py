@@ -25,7 +25,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from beaconscope.analyze.analysis import Analysis
-from beaconscope.analyze.sentences import Sentences, split_sentences
+from beaconscope.analyze.sentences import Sentences, sentences_of
 from beaconscope.errors import BeaconScopeError
 from beaconscope.models.compat import cache_argument
 from beaconscope.trace import Trace
@@ -66,10 +66,9 @@ def add_causal(trace: Trace, analysis: Analysis, model: PreTrainedModel, progres
     """
     frame = trace.tokens
     token_id = torch.from_numpy(frame["token_id"].to_numpy(np.int64))
-    sentences = split_sentences([str(token) for token in frame["token"]], [str(phase) for phase in frame["phase"]])
     sinks = [int(sink["position"]) for sink in analysis.summary["sinks"]] or list(range(_SINKS))
     window = int(analysis.summary["window"])
-    gain, logprob = long_range_gain(model, token_id, trace.prompt_length, sentences, window, sinks, progress)
+    gain, logprob = long_range_gain(model, token_id, trace.prompt_length, sentences_of(frame), window, sinks, progress)
     tokens = analysis.tokens.assign(gain=gain)
     revisits = analysis.revisits.assign(gain=gain[analysis.revisits["position"].to_numpy(np.int64)])
     recorded = frame["logprob"].to_numpy(np.float64)[1:]

@@ -25,7 +25,7 @@ from beaconscope.analyze.parallel import workers
 from beaconscope.analyze.places import Text, anchors, merged, span_rows, spans
 from beaconscope.analyze.revisits import Revisits, find_revisits
 from beaconscope.analyze.scan import find_sinks, scan
-from beaconscope.analyze.sentences import split_sentences
+from beaconscope.analyze.sentences import sentences_of
 from beaconscope.analyze.verdict import judge
 from beaconscope.errors import UsageError
 from beaconscope.selection import select
@@ -92,7 +92,7 @@ def analyze(
     options = options or AnalyzeOptions()
     chosen = _chosen_heads(trace, options)
     frame = trace.tokens
-    sentences = split_sentences([str(token) for token in frame["token"]], [str(phase) for phase in frame["phase"]])
+    sentences = sentences_of(frame)
     text = Text(frame, sentences, trace.prompt_length)
     window = options.window_of(trace.length)
     # The query of the prompt's last token writes the first generated one. What is distant must have grown as long as

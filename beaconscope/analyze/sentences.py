@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import pandas as pd
 
 _ENDS = (".", "?", "!")
 _CLOSING = "\"')]}*\u201d\u2019"
@@ -23,6 +24,11 @@ class Sentences:
 
     def __len__(self) -> int:
         return len(self.start)
+
+
+def sentences_of(frame: pd.DataFrame) -> Sentences:
+    """Cut the text of a trace, of whose tokens ``frame`` has one row each: ``token`` and ``phase``."""
+    return split_sentences([str(token) for token in frame["token"]], [str(phase) for phase in frame["phase"]])
 
 
 def split_sentences(tokens: Sequence[str], phases: Sequence[str]) -> Sentences:

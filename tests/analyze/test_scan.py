@@ -10,7 +10,7 @@ from beaconscope import load_trace
 from beaconscope.analyze.attention import HeadAttention, LayerFacts, evicted_at, layer_facts
 from beaconscope.analyze.heads import retrieval_score, vertical_kurtosis
 from beaconscope.analyze.scan import find_sinks, scan
-from beaconscope.analyze.sentences import split_sentences
+from beaconscope.analyze.sentences import sentences_of, split_sentences
 from tests.analyze.made import Plan, plant
 
 SMALL = Plan(length=150, prompt_length=20, layers=1, kv_heads=1, group=2, size=48)
@@ -32,7 +32,7 @@ def made(tmp_path_factory):
     plant(path, SMALL, evictions={70: gone[:10], 100: gone[10:]})
     trace = load_trace(path)
     head = trace.head(0, 0)
-    sentences = split_sentences(list(trace.tokens["token"]), list(trace.tokens["phase"].astype(str)))
+    sentences = sentences_of(trace.tokens)
     attention = HeadAttention(head, layer_facts(trace, 0))
     at = evicted_at(trace, 0, 0)
     window, sinks = 20, [[0], []]
@@ -104,7 +104,7 @@ def test_what_sees_missing_keys_only_is_missing_and_spoils_nothing(tmp_path):
 
     plant(tmp_path / "t.parquet", SMALL, spoil=spoil)
     trace = load_trace(tmp_path / "t.parquet")
-    sentences = split_sentences(list(trace.tokens["token"]), list(trace.tokens["phase"].astype(str)))
+    sentences = sentences_of(trace.tokens)
     attention = HeadAttention(trace.head(0, 0), layer_facts(trace, 0))
     scanned = scan(attention, sentences, 20, [[], []], None)
     assert attention.missing == 11
