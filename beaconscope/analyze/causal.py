@@ -13,7 +13,6 @@ So only the current sentence is blinded; what earlier ones fetched stays. Memory
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -25,6 +24,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from beaconscope.analyze.analysis import Analysis
+from beaconscope.analyze.run import Progress
 from beaconscope.analyze.sentences import Sentences, sentences_of
 from beaconscope.errors import BeaconScopeError
 from beaconscope.models.compat import cache_argument
@@ -38,8 +38,6 @@ _SHOWN = 50
 """Steps listed of each kind of disagreement."""
 _SINKS = 4
 """First positions that stay visible where no sinks were found."""
-
-Progress = Callable[[int, int], None]
 
 
 def add_causal(trace: Trace, analysis: Analysis, model: PreTrainedModel, progress: Progress | None = None) -> Analysis:
@@ -136,10 +134,10 @@ def long_range_gain(
             cache.crop(start - stop)  # negative: how many of the last tokens go
         seeing = _feed(model, cache, views, token_id, start, stop)
         if count:
-            with_all = _of(seeing, written)
+            with_all = _logprob(seeing, written)
             rows = slice(start, start + count)
             logprob[rows] = with_all
-            gain[rows] = 0.0 if blind is None else with_all - _of(blind, written)
+            gain[rows] = 0.0 if blind is None else with_all - _logprob(blind, written)
         if progress is not None:
             progress(stop, length)
     gain[:first] = np.nan
@@ -206,7 +204,7 @@ def _blinkers(start: int, stop: int, window: int, sinks: list[int]) -> Tensor:
     return visible & (column <= position)
 
 
-def _of(logits: Tensor, written: Tensor) -> npt.NDArray[np.float32]:
+def _logprob(logits: Tensor, written: Tensor) -> npt.NDArray[np.float32]:
     """Log-probabilities of the written tokens [n] under the first n logits."""
     chosen = logits[: len(written)].float().log_softmax(dim=-1).gather(-1, written[:, None])
     values: npt.NDArray[np.float32] = chosen[:, 0].cpu().numpy()

@@ -32,7 +32,7 @@ from beaconscope.selection import select
 from beaconscope.trace import Trace
 
 Progress = Callable[[int, int], None]
-"""Told how many heads of how many are done."""
+"""Told how many units of how many are done."""
 
 RECEIVERS = 20
 """Heads with the highest kurtosis that are called receiver heads (Thought Anchors)."""

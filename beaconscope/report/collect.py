@@ -11,6 +11,7 @@ Texts are never in the JSON but for the dictionary of tokens, so that redacting 
 from __future__ import annotations
 
 import shlex
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,12 +22,15 @@ import pandas as pd
 from beaconscope.errors import BeaconScopeError
 from beaconscope.report.beacons import BeaconTrack, beacon_track, cluster_curves
 from beaconscope.report.findings import Findings
-from beaconscope.report.looks import Looks, Progress, full_looks, gather, recorded_looks
+from beaconscope.report.looks import Looks, full_looks, gather, recorded_looks
 from beaconscope.report.options import ReportOptions
 from beaconscope.report.pack import Pack, smallest_unsigned
 from beaconscope.report.space import Layout, lay_out_all, shown_positions
 from beaconscope.report.words import redacted, shown_tokens
 from beaconscope.trace import HeadTrace, Trace
+
+Progress = Callable[[int, int], None]
+"""Told how many units of how many are done."""
 
 _PHASES = ("prompt", "think", "answer")
 _HELD_HITS = 3_000_000

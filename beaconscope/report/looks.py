@@ -7,7 +7,7 @@ revisits: what is found there on evicted positions is what the cache lost.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,7 +102,3 @@ def full_looks(attention: Any, first: int, steps: npt.NDArray[np.int64], hits: i
                 )
             )
     return gather(parts)
-
-
-Progress = Callable[[int, int], None]
-"""Told how many units of how many are done."""

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from beaconscope.errors import BeaconScopeError
-from beaconscope.report.collect import Collected, collect
+from beaconscope.report.collect import Collected, Progress, collect
 from beaconscope.report.findings import Findings
-from beaconscope.report.looks import Looks, Progress
+from beaconscope.report.looks import Looks
 from beaconscope.report.options import ReportOptions
 from beaconscope.report.pack import Pack
 from beaconscope.report.page import render
