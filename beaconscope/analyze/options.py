@@ -9,6 +9,11 @@ from beaconscope.errors import UsageError
 
 Over = Literal["everything", "held"]
 
+MOST_TARGETS = 64
+"""Distant positions kept of a global query, by falling mass."""
+_MOST = (1 << 31) - 1
+"""No whole number of an analysis is larger; a seed may not be."""
+
 
 @dataclass(frozen=True)
 class AnalyzeOptions:
@@ -104,13 +109,13 @@ class AnalyzeOptions:
         if self.over not in ("everything", "held"):
             raise UsageError(f"attention over {self.over!r} is unknown; give everything or held")
         least = {
-            "window": 1, "sinks": 0, "history": 4, "focus": 1, "span": 1, "agree_within": 0, "lone_focus": 1, "shifts":
-            1, "clusters": 2, "cluster_heads": 0, "cluster_queries": 20, "permutations": 19, "seed": 0,
+            "window": 1, "sinks": 0, "history": 4, "focus": 1, "span": 1, "agree_within": 0, "lone_focus": 1,
+            "shifts": 1, "clusters": 2, "cluster_heads": 0, "cluster_queries": 20, "permutations": 19, "seed": 0,
         }  # fmt: skip
         for name, low in least.items():
             value = getattr(self, name)
-            if value is not None and not low <= value <= MOST:
-                raise UsageError(f"{name} {value} makes no sense; give at least {low} and at most {MOST}")
+            if value is not None and not low <= value <= _MOST:
+                raise UsageError(f"{name} {value} makes no sense; give at least {low} and at most {_MOST}")
         for name in ("sink_share", "min_share", "min_mass", "fdr", "lone_rate", "target_mass"):
             if not 0 < getattr(self, name) <= 1:
                 raise UsageError(f"{name} {getattr(self, name)} is no share; give more than 0 and at most 1")
@@ -125,9 +130,3 @@ class AnalyzeOptions:
             return self.window
         # An eighth, but not so little in a short trace that the sentence before last is distant.
         return max(16, min(64, length // 4), min(128, length // 8))
-
-
-MOST = (1 << 31) - 1
-"""No number of an analysis is larger; a seed may not be."""
-MOST_TARGETS = 64
-"""Distant positions kept of a global query, by falling mass."""
