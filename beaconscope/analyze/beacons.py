@@ -28,7 +28,10 @@ _APART = 8
 def beacon_rows(
     trace: Trace, heads: pd.DataFrame, events: Events, head_of: npt.NDArray[np.int64], options: AnalyzeOptions
 ) -> pd.DataFrame:
-    """Coverage, churn, load and foresight of the beacons of the busiest heads; one row per query head that has any."""
+    """Coverage, churn, load and foresight of the beacons of the busiest heads; one row per query head that has any.
+
+    ``events`` are the global queries of all heads, and ``head_of`` the row of ``heads`` of each.
+    """
     rows: list[dict[str, Any]] = []
     for number, info in busiest_heads(heads, options.cluster_heads).iterrows():
         layer, kv_head, group = int(info["layer"]), int(info["kv_head"]), int(info["query_head"])

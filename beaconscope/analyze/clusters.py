@@ -45,11 +45,15 @@ from beaconscope.trace import HeadTrace, Trace
 Array = npt.NDArray[np.floating[Any]]
 
 _NULL_DRAWS = 19
+"""Draws of the null: as few as a p-value of 5 % takes."""
 _STABILITY_DRAWS = 5
+"""Bootstraps, and other seeds."""
 _NULL_COUNTS = (2, 4, 8)
 """Numbers of clusters at which data and null are compared."""
 _FEWEST_QUERIES = 20
+"""Queries of a head below which they are not clustered."""
 _TENDENCY_QUERIES = 128
+"""Queries of which it is asked whether they cluster at all."""
 FEWEST_REVISITS = 8
 """Revisits of a head below which nothing is said about their clusters."""
 GROUPS = 8
@@ -286,7 +290,30 @@ def cluster_rows(
     first: int,
     options: AnalyzeOptions,
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Cluster the queries of the busiest heads; one row per head and space, and one per number of clusters tried."""
+    """Cluster the queries of the busiest heads.
+
+    Parameters
+    ----------
+    pool
+        Threads for heads.
+    trace
+        Whose queries are clustered.
+    heads
+        One row per query head, with its ``revisits``.
+    events, head_of
+        The global queries of all heads, and the row of ``heads`` of each.
+    revisits
+        Of the trace.
+    first
+        Position of the first query that generates.
+    options
+        Numbers of heads, queries, clusters and draws, and the seed.
+
+    Returns
+    -------
+    clusters, sweep
+        One row per head and query space, and one per head, space and number of clusters tried.
+    """
 
     def one(busy: tuple[int, tuple[int, int, int]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         number, name = busy
@@ -336,6 +363,10 @@ def _clusters_of(
     random: np.random.Generator,
     options: AnalyzeOptions,
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Row of unit vectors [n, D] and those of its sweep.
+
+    Clusters are fitted on the ``sample`` of them, those of ``revisiting`` ones are asked of all; both are indices.
+    """
     row: dict[str, Any] = dict.fromkeys(_CLUSTER_COLUMNS[4:], float("nan"))
     row |= {"queries": len(sample), "recommended": None, "revisits": len(revisiting), "clustered": False}
     swept = sweep_clusters(points[sample], tuple(range(2, options.clusters + 1)), options.seed)

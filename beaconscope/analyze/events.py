@@ -30,7 +30,9 @@ from beaconscope.analyze.options import MOST_TARGETS, AnalyzeOptions
 from beaconscope.analyze.scan import HeadScan
 
 _FEWEST_STEPS = 16
+"""Past steps that a query is compared with, at least."""
 _MAD_TO_SIGMA = 1.4826
+"""Of a normal distribution: standard deviation by median absolute deviation."""
 _QUARTILE = 0.75
 _LEAST_SIGMA = 0.02
 """A head whose past is all alike would make a revisit of any rounding error."""
@@ -75,7 +77,19 @@ def robust_z(share: npt.NDArray[np.float32], history: int) -> tuple[npt.NDArray[
 def find_events(
     attention: HeadAttention, scanned: HeadScan, first_step: int, window: int, options: AnalyzeOptions
 ) -> Events:
-    """Find the global queries of a KV head from ``first_step`` on."""
+    """Find the global queries of a KV head.
+
+    Parameters
+    ----------
+    attention, scanned
+        The head, and what the pass over it gave.
+    first_step
+        The first position that is asked.
+    window
+        W: positions more than so many tokens back are distant.
+    options
+        Thresholds.
+    """
     share = scanned.peak_share
     share[:, : window + 1] = np.nan
     z, usual = robust_z(share, options.history)
@@ -92,7 +106,7 @@ def find_events(
             far[:, [sink for sink in scanned.sinks[group] if sink < far.shape[1]]] = False
             distant = weight * far
             top = distant.topk(min(MOST_TARGETS, distant.shape[1]), dim=-1)
-            # Among equals topk promises no order; positions settle it.
+            # Among equals topk promises no order, and nothing below asks for one.
             held = top.values.double().cumsum(dim=-1)
             total = distant.double().sum(dim=-1, keepdim=True)
             half = (held < total / 2).sum(dim=-1) + 1
@@ -138,6 +152,18 @@ def _span(
     """Length and weighted middle of the shortest span that holds half of each row's distant mass.
 
     Where the kept positions hold no half, the length is that of a span over all of them.
+
+    Parameters
+    ----------
+    target, mass
+        The most attended distant positions of each row, -1 past the last, and the attention on them, [N, M].
+    total
+        Distant mass of each row, [N].
+
+    Returns
+    -------
+    width, center
+        In tokens, and as a position; [N] both.
     """
     count, kept = target.shape
     if not count:

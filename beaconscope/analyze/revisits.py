@@ -99,7 +99,10 @@ def _tail(rates: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
 def _agreement(
     at: npt.NDArray[np.int64], center: npt.NDArray[np.int64], count: int, within: int
 ) -> npt.NDArray[np.int64]:
-    """For each of ``count`` steps, the most events whose centers lie within ``within`` tokens."""
+    """For each of ``count`` steps, the most events whose centers lie within ``within`` tokens, [count].
+
+    ``at`` and ``center`` [E] are the step and the place of each event.
+    """
     most = np.zeros(count, np.int64)
     if len(at):
         wide = int(center.max()) + within + 2

@@ -21,8 +21,11 @@ from beaconscope.analyze.attention import HeadAttention
 from beaconscope.analyze.sentences import Sentences
 
 _SAMPLED_ROWS = 256
+"""Rows that tell sinks."""
 _FEWEST_ROWS = 16
+"""Rows that must see a position before it can be a sink."""
 _MOST_SINKS = 16
+"""Sinks of a query head."""
 _AROUND = 4
 """Tokens on either side of a position that make a place with it."""
 AFTER_SENTENCES = 4
