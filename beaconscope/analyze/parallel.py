@@ -6,11 +6,11 @@ together in the order of the heads.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
+import joblib
 import torch
 from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
@@ -35,7 +35,7 @@ def workers(jobs: int | None) -> Iterator[ThreadPoolExecutor]:
         For fewer than one.
     """
     if jobs is None:
-        jobs = min(_MOST, _cores())
+        jobs = min(_MOST, joblib.cpu_count())
     if jobs < 1:
         raise UsageError(f"jobs is {jobs}; give at least 1")
     before = torch.get_num_threads()
@@ -47,7 +47,3 @@ def workers(jobs: int | None) -> Iterator[ThreadPoolExecutor]:
             # Heads that wait are not begun after an error or Ctrl-C.
             pool.shutdown(cancel_futures=True)
             torch.set_num_threads(before)
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
