@@ -116,9 +116,6 @@ def analyze(
     cache, lost = cache_consequences(
         sums.evicted, sums.distant, sums.lost, steps, sums.heads, events, head_of, found, text
     )
-    tokens["lost_share"] = np.where(sums.distant > 0, sums.lost / np.maximum(sums.distant, 1e-30), 0.0)
-    if not sums.evicted:
-        tokens["lost_share"] = np.nan
     beacons = beacon_rows(trace, heads, events, head_of, options)
     summary = {
         "trace": str(trace.path),
@@ -172,6 +169,13 @@ def analyze(
 
 
 def _chosen_heads(trace: Trace, options: AnalyzeOptions) -> list[tuple[int, int]]:
+    """Layer and number of each KV head to analyze.
+
+    Raises
+    ------
+    UsageError
+        Where the trace lacks what is chosen.
+    """
     layers = select(options.layers, max(trace.layers) + 1, "layers")
     heads = select(options.heads, max(head for _, head in trace.heads) + 1, "heads")
     if options.layers not in ("all", "auto") and (absent := sorted(set(layers) - set(trace.layers))):
@@ -237,6 +241,7 @@ def _gather(
 def _of_head(
     trace: Trace, options: AnalyzeOptions, text: Text, window: int, steps: range, head: tuple[int, int]
 ) -> _OfHead:
+    """Read one KV head, pass over its attention, and find its global queries."""
     layer, kv_head = head
     facts = layer_facts(trace, layer)
     gone = evicted_at(trace, layer, kv_head)
@@ -268,6 +273,7 @@ def _of_head(
 
 
 def _token_frame(frame: pd.DataFrame, text: Text, sums: _Sums, revisits: Revisits) -> pd.DataFrame:
+    """One row per position: the trace's own columns, and what was found."""
     tokens = frame[["position", "token_id", "token", "phase", "logprob", "entropy"]].copy()
     tokens["token"] = tokens["token"].astype(str)
     tokens["phase"] = tokens["phase"].astype(str)
@@ -287,6 +293,8 @@ def _token_frame(frame: pd.DataFrame, text: Text, sums: _Sums, revisits: Revisit
         column = np.full(text.length, empty, dtype=object if isinstance(empty, str) else np.asarray(value).dtype)
         column[steps] = value
         tokens[name] = column
+    lost = np.where(sums.distant > 0, sums.lost / np.maximum(sums.distant, 1e-30), 0.0)
+    tokens["lost_share"] = lost if sums.evicted else np.nan
     return tokens
 
 
