@@ -282,8 +282,7 @@ class _HeadReader:
             # In one piece, so that points and centroids share the steps that they are rounded to.
             for axis, letter in enumerate("xy"):
                 both = np.concatenate([plane.points[:, axis], plane.centroids[:, axis]])
-                self.pack.add_numbers(f"{each.name}.{letter}", both)
-            self.pack.manifest[f"{each.name}.x"]["method"] = plane.method
+                self.pack.add_numbers(f"{each.name}.{letter}", both, method=plane.method)
 
 
 def _add_tokens(pack: Pack, frame: pd.DataFrame, findings: Findings) -> None:

@@ -20,7 +20,6 @@ from beaconscope.files import whole_file
 from beaconscope.report.collect import Collected, Progress, collect
 from beaconscope.report.looks import Looks
 from beaconscope.report.options import ReportOptions
-from beaconscope.report.pack import NOTHING
 from beaconscope.report.report import Subject
 from beaconscope.report.svg import ACCENT, FAINT, INK, LOSS, MUTED, OKABE_ITO, Drawing, cividis, ticks
 
@@ -105,20 +104,6 @@ def _to_png(browser: str, svg: Path, drawing: Drawing) -> Path:
     return png
 
 
-def _array(collected: Collected, name: str) -> npt.NDArray[Any]:
-    """An array of the pack as it was packed."""
-    entry = collected.pack.manifest[name]
-    raw = b"".join(collected.pack._parts)
-    count = math.prod(entry["shape"])
-    return np.frombuffer(raw, np.dtype(entry["type"]).newbyteorder("<"), count, entry["at"])
-
-
-def _numbers(collected: Collected, name: str) -> npt.NDArray[np.float64]:
-    entry = collected.pack.manifest[name]
-    raw = _array(collected, name)
-    return np.where(raw == NOTHING[entry["type"]], np.nan, entry["low"] + entry["step"] * raw.astype(np.float64))
-
-
 def _binned(values: npt.NDArray[np.float64], bins: int) -> list[npt.NDArray[np.float64]]:
     return [part[np.isfinite(part)] for part in np.array_split(values, bins)]
 
@@ -150,12 +135,12 @@ def _overview(collected: Collected) -> Drawing:
             drawing.rect(left + index * wide, 60 - tall, wide * 0.9, tall, ACCENT)
     drawing.text(left - 8, 34, "revisits", anchor="end")
     drawing.rect(left, 66, right - left, 20, FAINT)
-    lost = _binned(_numbers(collected, "lost_share"), bins)
+    lost = _binned(collected.pack.numbers("lost_share"), bins)
     for index, part in enumerate(lost):
         if len(part) and part.mean() > 0:
             drawing.rect(left + index * wide, 86 - 20 * part.mean(), wide * 0.9, 20 * part.mean(), LOSS)
     drawing.text(left - 8, 76, "lost", anchor="end")
-    phase = _array(collected, "phase")
+    phase = collected.pack.array("phase")
     edges = np.flatnonzero(np.diff(phase)) + 1
     for start, stop in zip([0, *edges], [*edges, length], strict=True):
         x = left + start / length * (right - left)
@@ -228,8 +213,8 @@ def _queries(collected: Collected) -> Drawing | None:
     space = next((each for each in ("pre-rope", "post-rope") if f"{name}.{each}.x" in collected.pack.manifest), None)
     if space is None:
         return None
-    position = _array(collected, f"{name}.position")
-    x, y = (_numbers(collected, f"{name}.{space}.{axis}")[: len(position)] for axis in "xy")
+    position = collected.pack.array(f"{name}.position")
+    x, y = (collected.pack.numbers(f"{name}.{space}.{axis}")[: len(position)] for axis in "xy")
     side, pad = 520.0, 24.0
     drawing = Drawing(side, side + 26)
 
@@ -246,9 +231,9 @@ def _queries(collected: Collected) -> Drawing | None:
         if at in revisits:
             drawing.circle(float(px), float(py), 4.2, "none", stroke=LOSS, stroke_width=1.2)
     if f"beacons.{head['number']}.source" in collected.pack.manifest:
-        last = int(_array(collected, f"beacons.{head['number']}.count")[-1])
+        last = int(collected.pack.array(f"beacons.{head['number']}.count")[-1])
         place = {at: index for index, at in enumerate(position.tolist())}
-        for source in _array(collected, f"beacons.{head['number']}.source")[-last:].astype(np.int64) - 1:
+        for source in collected.pack.array(f"beacons.{head['number']}.source")[-last:].astype(np.int64) - 1:
             if int(source) in place:
                 px, py = float(xs[place[int(source)]]), float(ys[place[int(source)]])
                 diamond = [(px, py - 6), (px + 6, py), (px, py + 6), (px - 6, py)]
@@ -264,8 +249,8 @@ def _beacons(collected: Collected) -> Drawing | None:
     name = f"beacons.{head['number']}"
     if f"{name}.step" not in collected.pack.manifest:
         return None
-    steps, counts = _array(collected, f"{name}.step"), _array(collected, f"{name}.count")
-    entries = np.split(_array(collected, f"{name}.source").astype(np.int64) - 1, np.cumsum(counts)[:-1])
+    steps, counts = collected.pack.array(f"{name}.step"), collected.pack.array(f"{name}.count")
+    entries = np.split(collected.pack.array(f"{name}.source").astype(np.int64) - 1, np.cumsum(counts)[:-1])
     length = collected.about["trace"]["length"]
     lives: list[tuple[int, int, str]] = []
     alive: dict[int, int] = {}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import gzip
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +16,7 @@ import numpy.typing as npt
 
 _ALIGN = 8
 _DTYPES = {"uint8", "uint16", "uint32", "int16", "int32", "float32"}
-NOTHING = {"uint8": 0xFF, "uint16": 0xFFFF}
+_NOTHING = {"uint8": 0xFF, "uint16": 0xFFFF}
 """What stands for "there is no value": never a number that could be drawn."""
 
 
@@ -24,8 +25,12 @@ class Pack:
     """Named arrays in the order they were added."""
 
     manifest: dict[str, dict[str, Any]] = field(default_factory=dict)
-    _parts: list[bytes] = field(default_factory=list)
+    _parts: dict[str, bytes] = field(default_factory=dict)
     _size: int = 0
+
+    def copy(self) -> Pack:
+        """A pack of the same arrays, to which others can be added."""
+        return Pack(dict(self.manifest), dict(self._parts), self._size)
 
     def add(self, name: str, array: npt.NDArray[Any], **how: Any) -> None:
         """Add an array of any shape; ``how`` goes into its entry of the manifest.
@@ -41,28 +46,40 @@ class Pack:
         raw = np.ascontiguousarray(array).astype(array.dtype.newbyteorder("<"), copy=False).tobytes()
         raw += b"\0" * (-len(raw) % _ALIGN)
         self.manifest[name] = {"type": kind, "shape": list(array.shape), "at": self._size, **how}
-        self._parts.append(raw)
+        self._parts[name] = raw
         self._size += len(raw)
 
-    def add_numbers(self, name: str, values: npt.NDArray[np.floating[Any]], *, bits: int = 16) -> None:
+    def add_numbers(self, name: str, values: npt.NDArray[np.floating[Any]], *, bits: int = 16, **how: Any) -> None:
         """Add floating-point numbers in 8 or 16 bits, evenly between the least and the largest.
 
         A number that is not finite is missing and stays so. The error is at most half a step, which is the range
         divided by 254 or 65534.
         """
         kind = np.uint8 if bits == 8 else np.uint16
-        most = NOTHING[np.dtype(kind).name] - 1
+        most = _NOTHING[np.dtype(kind).name] - 1
         values = np.asarray(values, np.float64)
         there = np.isfinite(values)
         low = float(values[there].min()) if there.any() else 0.0
         step = (float(values[there].max()) - low) / most if there.any() else 0.0
         quantised = np.full(values.shape, most + 1, kind)
         quantised[there] = np.rint((values[there] - low) / (step or 1.0)).astype(kind)
-        self.add(name, quantised, low=low, step=step or 1.0)
+        self.add(name, quantised, low=low, step=step or 1.0, **how)
+
+    def array(self, name: str) -> npt.NDArray[Any]:
+        """An array as it was added."""
+        entry = self.manifest[name]
+        shape: list[int] = entry["shape"]
+        raw = np.frombuffer(self._parts[name], np.dtype(entry["type"]).newbyteorder("<"), math.prod(shape))
+        return raw.reshape(shape)
+
+    def numbers(self, name: str) -> npt.NDArray[np.float64]:
+        """Floating-point numbers as they were rounded; nan where one is missing."""
+        entry, raw = self.manifest[name], self.array(name)
+        return np.where(raw == _NOTHING[entry["type"]], np.nan, entry["low"] + entry["step"] * raw.astype(np.float64))
 
     def encode(self) -> str:
         """All arrays, compressed, in base64."""
-        return compressed(b"".join(self._parts))
+        return compressed(b"".join(self._parts.values()))
 
 
 def compressed(raw: bytes) -> str:

@@ -12,7 +12,6 @@ from beaconscope.report.collect import Collected, Progress, collect
 from beaconscope.report.findings import Findings
 from beaconscope.report.looks import Looks
 from beaconscope.report.options import ReportOptions
-from beaconscope.report.pack import Pack
 from beaconscope.report.page import render
 from beaconscope.trace import Trace
 
@@ -111,7 +110,7 @@ def _page(
     """The page with at most ``count`` hits in all."""
     traces = []
     for subject, each in zip(subjects, collected, strict=True):
-        pack = Pack(dict(each.pack.manifest), list(each.pack._parts), each.pack._size)
+        pack = each.pack.copy()
         left_out = list(each.left_out)
         window = int(each.about["summary"]["window"])
         sinks = [row["position"] for row in each.about["summary"]["sinks"]]
