@@ -26,6 +26,8 @@ from beaconscope.report.svg import ACCENT, FAINT, INK, LOSS, MUTED, OKABE_ITO, D
 _WIDTH = 720.0
 _DASHES = ("", "7 2", "2 2", "9 3 2 3", "12 3")
 """So that curves are told apart without their colours."""
+_MOST_LIVES = 120
+"""Beacons that fit a page; the first ones."""
 _BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 
 
@@ -262,14 +264,18 @@ def _beacons(collected: Collected) -> Drawing | None:
         for new in now - set(alive):
             alive[new] = step
     lives += [(birth, length, _beacon_name(key)) for key, birth in alive.items()]
-    lives = sorted(lives)[:120]
+    every = len(lives)
+    lives = sorted(lives)[:_MOST_LIVES]
     left, right, bar = 84.0, _WIDTH - 14, 9.0
     drawing = Drawing(_WIDTH, 20 + bar * len(lives) + 44)
-    for row, (birth, end, said) in enumerate(lives):
+    for row, (birth, end, label) in enumerate(lives):
         x = left + birth / length * (right - left)
         drawing.rect(x, 10 + row * bar, max(1.5, (end - birth) / length * (right - left)), bar - 2, ACCENT)
-        drawing.text(left - 6, 10 + row * bar + bar / 2 - 1, said, anchor="end", size=8)
-    _axis(drawing, 0, length, left, right, 12 + bar * len(lives), f"beacons of head {head['name']}, by position")
+        drawing.text(left - 6, 10 + row * bar + bar / 2 - 1, label, anchor="end", size=8)
+    said = f"beacons of head {head['name']}, by position"
+    if len(lives) < every:
+        said += f"; the first {len(lives)} of {every:,}"
+    _axis(drawing, 0, length, left, right, 12 + bar * len(lives), said)
     return drawing
 
 

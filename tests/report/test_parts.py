@@ -10,6 +10,8 @@ import pytest
 
 from beaconscope.report import write_figures
 from beaconscope.report.beacons import BeaconTrack, cluster_curves
+from beaconscope.report.collect import Collected
+from beaconscope.report.figures import _beacons
 from beaconscope.report.looks import Looks, gather
 from beaconscope.report.pack import Pack
 from beaconscope.report.space import lay_out, shown_positions
@@ -92,6 +94,19 @@ def test_curves_of_two_clear_clusters() -> None:
     assert curves["coverage"] == pytest.approx([0.9, 0.9])
     assert curves["churn"] == [None, 0.5]
     assert curves["silhouette"] == pytest.approx([1.0, 1.0], abs=1e-3)
+
+
+def test_a_figure_says_how_many_beacons_it_leaves_out() -> None:
+    # GIVEN a head of which each of 130 compressions replaced the only beacon
+    pack = Pack()
+    pack.add("beacons.0.step", np.arange(130, dtype=np.uint32))
+    pack.add("beacons.0.count", np.ones(130, np.uint16))
+    pack.add("beacons.0.source", np.arange(1, 131, dtype=np.uint8))
+    about = {"trace": {"length": 200}, "heads": [{"number": 0, "name": "0.0.0", "rank": 0}]}
+    # WHEN its beacons are drawn
+    drawn = str(_beacons(Collected(about, pack, gather([]), None, [])))
+    # THEN those that find no room are counted
+    assert "beacons of head 0.0.0, by position; the first 120 of 130" in drawn
 
 
 def test_figures_are_drawings_even_of_hostile_traces(tmp_path: Path) -> None:
