@@ -28,6 +28,8 @@ _DASHES = ("", "7 2", "2 2", "9 3 2 3", "12 3")
 """So that curves are told apart without their colours."""
 _MOST_LIVES = 120
 """Beacons that fit a page; the first ones."""
+_PNG_SECONDS = 120.0
+"""That a Chromium is given to draw one."""
 _BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 
 
@@ -90,6 +92,13 @@ def _browser() -> str:
 
 
 def _to_png(browser: str, svg: Path, drawing: Drawing) -> Path:
+    """Draw an SVG in a browser, in twice its size.
+
+    Raises
+    ------
+    BeaconScopeError
+        Where the browser does not, or not in time.
+    """
     png = svg.with_suffix(".png")
     with tempfile.TemporaryDirectory() as profile:
         drawn = Path(profile, png.name)
@@ -98,8 +107,12 @@ def _to_png(browser: str, svg: Path, drawing: Drawing) -> Path:
             "--force-device-scale-factor=2", f"--window-size={drawing.width:.0f},{drawing.height:.0f}",
             f"--screenshot={drawn}", svg.resolve().as_uri(),
         ]  # fmt: skip
-        done = subprocess.run(command, capture_output=True, timeout=120, check=False)
-        if done.returncode or not drawn.exists():
+        try:
+            subprocess.run(command, capture_output=True, timeout=_PNG_SECONDS, check=True)
+            done = drawn.exists()
+        except subprocess.SubprocessError:
+            done = False
+        if not done:
             raise BeaconScopeError(f"{browser} did not draw {png}; leave out --png and convert {svg} by other means")
         with whole_file(png) as partial:
             shutil.copyfile(drawn, partial)

@@ -8,13 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from beaconscope.errors import BeaconScopeError
 from beaconscope.report import write_figures
 from beaconscope.report.beacons import BeaconTrack, cluster_curves
 from beaconscope.report.collect import Collected
-from beaconscope.report.figures import _beacons
+from beaconscope.report.figures import _beacons, _to_png
 from beaconscope.report.looks import Looks, gather
 from beaconscope.report.pack import Pack
 from beaconscope.report.space import lay_out, shown_positions
+from beaconscope.report.svg import Drawing
 from tests.report.made import HOSTILE, PLAIN, hostile_trace, subject
 
 
@@ -107,6 +109,17 @@ def test_a_figure_says_how_many_beacons_it_leaves_out() -> None:
     drawn = str(_beacons(Collected(about, pack, gather([]), None, [])))
     # THEN those that find no room are counted
     assert "beacons of head 0.0.0, by position; the first 120 of 130" in drawn
+
+
+@pytest.mark.parametrize("does", ["exit 1", "exit 0", "exec sleep 30"])
+def test_a_browser_that_does_not_draw_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, does: str) -> None:
+    monkeypatch.setattr("beaconscope.report.figures._PNG_SECONDS", 0.5)
+    browser = tmp_path / "chromium"
+    browser.write_text(f"#!/bin/sh\n{does}\n")
+    browser.chmod(0o755)
+    with pytest.raises(BeaconScopeError, match="chromium did not draw"):
+        _to_png(str(browser), tmp_path / "heads.svg", Drawing(10, 10))
+    assert not (tmp_path / "heads.png").exists()
 
 
 def test_figures_are_drawings_even_of_hostile_traces(tmp_path: Path) -> None:
