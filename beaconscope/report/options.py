@@ -18,7 +18,7 @@ class ReportOptions:
     redact
         Put a mark in place of every token's text, and leave out the prompt and names of files.
     max_bytes
-        Size of the page, at most. What gives way is the weakest attention, then points of the query spaces.
+        Size of the page, at most. What gives way is the weakest attention.
     space_heads
         Query heads whose query space is laid out by UMAP, those that revisit most; the others get PCA.
     fit_queries
