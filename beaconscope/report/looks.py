@@ -17,7 +17,7 @@ import numpy.typing as npt
 from beaconscope.report.pack import Pack, smallest_unsigned
 from beaconscope.trace import HeadTrace
 
-MASS_STEPS = 255
+_MASS_STEPS = 255
 """Attention is kept in so many steps from 0 to 1."""
 NEAR_WEIGHT = 0.25
 """What a hit on a sink or nearby counts against one far back when there is no room for all."""
@@ -36,20 +36,18 @@ class Looks:
         return len(self.step)
 
     def strongest(self, count: int, window: int, sinks: Sequence[int]) -> tuple[Looks, float]:
-        """At most ``count`` hits, and the weight below which none is left: its mass, a quarter of that where near.
+        """At most ``count`` hits, and the weight that all of them are above: their mass, a quarter of that where near.
 
         The weight is 0 where all are kept.
         """
+        far = (self.step - self.source > window) & ~np.isin(self.source, np.asarray(sinks, np.int64))
+        weight = self.mass * np.where(far, 1.0, NEAR_WEIGHT)
         # What rounds to nothing would be drawn as nothing.
-        known = self.mass >= 0.5 / MASS_STEPS
-        weight = self.mass * np.where(
-            (self.step - self.source > window) & ~np.isin(self.source, np.asarray(sinks, np.int64)), 1.0, NEAR_WEIGHT
-        )
-        weight[~known] = 0.0
-        least = 0.0
-        if int(known.sum()) > count:
-            least = float(np.partition(weight, len(weight) - count)[len(weight) - count]) if count else np.inf
-        keep = known & (weight > least if least else known)
+        weight[self.mass < 0.5 / _MASS_STEPS] = 0.0
+        # That of the heaviest hit for which there is no room; its equals go with it.
+        beyond = len(weight) - count - 1
+        least = float(np.partition(weight, beyond)[beyond]) if beyond >= 0 else 0.0
+        keep = weight > least
         return Looks(self.step[keep], self.head[keep], self.source[keep], self.mass[keep]), least
 
     def add_to(self, pack: Pack, name: str, length: int, heads: int) -> None:
@@ -58,7 +56,7 @@ class Looks:
         pack.add(f"{name}.count", counts.astype(np.uint16 if counts.max(initial=0) < 1 << 16 else np.uint32))
         pack.add(f"{name}.head", self.head.astype(smallest_unsigned(heads)))
         pack.add(f"{name}.back", (self.step - self.source).astype(smallest_unsigned(length)))
-        pack.add(f"{name}.mass", np.rint(np.clip(self.mass, 0, 1) * MASS_STEPS).astype(np.uint8))
+        pack.add(f"{name}.mass", np.rint(np.clip(self.mass, 0, 1) * _MASS_STEPS).astype(np.uint8))
 
 
 def gather(parts: Sequence[Looks]) -> Looks:

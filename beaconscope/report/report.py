@@ -10,7 +10,7 @@ from typing import Any
 from beaconscope.errors import BeaconScopeError
 from beaconscope.report.collect import Collected, Progress, collect
 from beaconscope.report.findings import Findings
-from beaconscope.report.looks import Looks
+from beaconscope.report.looks import NEAR_WEIGHT, Looks
 from beaconscope.report.options import ReportOptions
 from beaconscope.report.page import render
 from beaconscope.trace import Trace
@@ -120,14 +120,12 @@ def _page(
             full_room = min(len(each.full), max(int(room * _FULL_SHARE), room - len(each.recorded)))
             sets = [("recorded", each.recorded, room - full_room), ("full", each.full, full_room)]
         heads = len(each.about["heads"])
-        weakest = {}
         for name, looks, most in sets:
             kept, least = looks.strongest(most, window, sinks)
             kept.add_to(pack, name, subject.trace.length, heads)
-            weakest[name] = least if least != float("inf") else 1.0
             if least:
                 left_out.append(_left_out(name, looks, kept, least))
-        plain = each.about | {"manifest": pack.manifest, "left_out": left_out, "weakest": weakest}
+        plain = each.about | {"manifest": pack.manifest, "left_out": left_out}
         traces.append((plain, pack.encode()))
     return render(title, traces, about)
 
@@ -138,5 +136,5 @@ def _left_out(name: str, looks: Looks, kept: Looks, least: float) -> str:
         return f"all {len(looks):,} {whose}, for want of room"
     return (
         f"{len(looks) - len(kept):,} of {len(looks):,} {whose}: those of less than {least:.3f} of a query's attention, "
-        f"or {min(1.0, 4 * least):.3f} where they go to sinks or nearby"
+        f"or {min(1.0, least / NEAR_WEIGHT):.3f} where they go to sinks or nearby"
     )

@@ -34,8 +34,12 @@ def test_far_hits_stay_longer_than_near_ones_and_sinks() -> None:
     every = looks((50, 0, 49, 0.9), (50, 0, 0, 0.8), (50, 0, 10, 0.3), (50, 0, 12, 0.0001))
     # Near and sink count a quarter: 0.225, 0.2, 0.3; what rounds to nothing is left out always.
     kept, least = every.strongest(1, window=16, sinks=[0])
-    assert kept.source.tolist() == [10] or kept.source.tolist() == []
-    assert least > 0
+    assert (kept.source.tolist(), least) == ([10], pytest.approx(0.225))
+    kept, least = every.strongest(0, window=16, sinks=[0])
+    assert (kept.source.tolist(), least) == ([], pytest.approx(0.3))
+    # Of equals that do not all fit none is kept.
+    kept, _ = looks((50, 0, 10, 0.3), (50, 1, 10, 0.3)).strongest(1, window=16, sinks=[0])
+    assert len(kept) == 0
     kept, least = every.strongest(3, window=16, sinks=[0])
     assert (kept.source.tolist(), least) == ([49, 0, 10], 0.0)
 
