@@ -106,8 +106,7 @@ def read_subjects(
 ) -> list[Subject]:
     """Read what is known of each trace, and analyze those of which no analysis is given."""
     from beaconscope import load_trace
-    from beaconscope.report import Subject
-    from beaconscope.report.collect import read_replay
+    from beaconscope.report import Subject, load_replay
 
     subjects = []
     for number, path in enumerate(traces):
@@ -117,7 +116,7 @@ def read_subjects(
                 trace,
                 _findings(trace, analysis[number] if analysis else None, terminal),
                 truth=_truth(trace),
-                replay=read_replay(replay[number]) if replay else None,
+                replay=load_replay(replay[number]) if replay else None,
             )
         )
     return subjects

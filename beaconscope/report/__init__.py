@@ -3,6 +3,7 @@
 from beaconscope.report.figures import write_figures
 from beaconscope.report.findings import Findings, findings_of, load_findings
 from beaconscope.report.options import ReportOptions
+from beaconscope.report.replays import load_replay
 from beaconscope.report.report import Subject, build_report
 
 __all__ = [
@@ -12,5 +13,6 @@ __all__ = [
     "build_report",
     "findings_of",
     "load_findings",
+    "load_replay",
     "write_figures",
 ]

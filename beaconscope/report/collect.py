@@ -19,7 +19,6 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from beaconscope.errors import BeaconScopeError
 from beaconscope.report.beacons import BeaconTrack, beacon_track, cluster_curves
 from beaconscope.report.findings import Findings
 from beaconscope.report.looks import Looks, full_looks, gather, recorded_looks
@@ -382,45 +381,3 @@ def _command(trace: Trace, redact: bool) -> str:
     if options.get("raw"):
         said.append("--raw")
     return shlex.join(said)
-
-
-def read_replay(path: Any) -> dict[str, Any]:
-    """The JSON of a file that `replay -o` wrote.
-
-    Raises
-    ------
-    BeaconScopeError
-        Where it is none.
-    """
-    import json
-
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    remedy = "give a file that `beaconscope replay TRACE -o FILE` wrote"
-    try:
-        metadata = pq.read_schema(path).metadata or {}
-        found: dict[str, Any] = json.loads(metadata[b"beaconscope.replay"])
-        settings = found["settings"]
-        version = str(found["schema_version"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError, pa.ArrowException) as error:
-        raise BeaconScopeError(f"{path} is no replay; {remedy}") from error
-    if version.split(".")[0] != "1" or not isinstance(settings, list):
-        raise BeaconScopeError(f"{path} has version {version} and this BeaconScope reads 1; {remedy}")
-    figure = found.get("ranked_by")
-    if not isinstance(figure, str) or not all(_is_setting(row, figure) for row in settings):
-        raise BeaconScopeError(f"{path} contradicts itself; {remedy}")
-    return found
-
-
-def _is_setting(row: Any, figure: str) -> bool:
-    """Whether a row of a replay has what is drawn of it."""
-    return (
-        isinstance(row, dict)
-        and isinstance(row.get("policy"), str)
-        and isinstance(row.get("params"), dict | None)
-        and isinstance(row.get(figure), int | float | None)
-        and isinstance(row.get("spread"), int | float | None)
-        and isinstance(row.get("kv_bytes"), int | float)
-        and 0 < row["kv_bytes"] < 1e18
-    )

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 
 from beaconscope.analyze import analyze
 from beaconscope.errors import BeaconScopeError
-from beaconscope.report.collect import collect, read_replay
+from beaconscope.report.collect import collect
 from beaconscope.report.figures import _tradeoff
 from beaconscope.report.findings import load_findings
+from beaconscope.report.replays import load_replay
 from beaconscope.trace import Trace
 from tests.fuzz.changing import Script, spoil
 from tests.report.made import PLAIN, QUICK, made_trace
@@ -74,7 +75,7 @@ def test_a_replay(trace: Trace, script: bytes) -> None:
     table = pa.table({"x": [1]}).replace_schema_metadata({"beaconscope.replay": json.dumps(said)})
     path = spoiled(table, "beaconscope.replay", script, trace.path.with_name("changed-replay.parquet"))
     try:
-        found = read_replay(path)
+        found = load_replay(path)
     except BeaconScopeError:
         return
     _tradeoff(found)
