@@ -13,7 +13,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +27,9 @@ from beaconscope.report.pack import Pack, smallest_unsigned
 from beaconscope.report.space import Layout, lay_out_all, shown_positions
 from beaconscope.report.words import redacted, shown_tokens
 from beaconscope.trace import HeadTrace, Trace
+
+if TYPE_CHECKING:
+    from beaconscope.kv.rotary import Rotary
 
 Progress = Callable[[int, int], None]
 """Told how many units of how many are done."""
@@ -43,6 +46,8 @@ _BEACON_ENTRIES = 400_000
 _TEXTS = ("token", "writes", "target_text", "text")
 _PCA_QUERIES = 1000
 """Queries shown of a head that is laid out by PCA only."""
+_CURVED_HEADS = 8
+"""Query heads, those that revisit most, of which the clusters are measured over time."""
 
 
 @dataclass(frozen=True)
@@ -187,6 +192,7 @@ class _HeadReader:
         self.head_facts: dict[int, dict[str, Any]] = {}
         self.without_beacons = 0
         self.evicts = False
+        self._heads = heads
         self._first = {(head.layer, head.kv_head): head.number for head in reversed(heads)}
         self._window = int(findings.result["summary"]["window"])
         self._sinks = [row["position"] for row in findings.result["summary"]["sinks"]]
@@ -203,6 +209,7 @@ class _HeadReader:
 
     def read(self, layer: int, kv_head: int) -> None:
         """Read a KV head."""
+        # Here, because the processes that lay out queries load this package, and need no torch.
         from beaconscope.analyze.attention import HeadAttention, evicted_at, layer_facts, layer_rotary
 
         head = self.trace.head(layer, kv_head)
@@ -225,11 +232,12 @@ class _HeadReader:
         for group in range(head.query.shape[1]):
             self._read_query_head(first + group, head, group, rotary, changes)
 
-    def _read_query_head(self, number: int, head: HeadTrace, group: int, rotary: Any, changes: pd.DataFrame) -> None:
+    def _read_query_head(
+        self, number: int, head: HeadTrace, group: int, rotary: Rotary | None, changes: pd.DataFrame
+    ) -> None:
         from beaconscope.analyze.attention import pre_rope
 
-        name = f"{head.layer}.{head.kv_head}.{group}"
-        rank = self._rank.get(name, len(self._rank))
+        rank = self._rank.get(self._heads[number].name, len(self._rank))
         track = beacon_track(changes, group, head.beacon[:, group], head.beacon_similarity[:, group])
         kept = track is not None and (rank < self.options.space_heads or self._entries + len(track) <= _BEACON_ENTRIES)
         facts: dict[str, Any] = {"beacons": kept, "rank": rank}
@@ -241,7 +249,7 @@ class _HeadReader:
             self._entries += len(track)
             track.add_to(self.pack, f"beacons.{number}", self.trace.length)
             home = before if of_policy == "pre-rope" and before is not None else query
-            if rank < max(self.options.space_heads, 8):
+            if rank < max(self.options.space_heads, _CURVED_HEADS):
                 facts["curves"] = cluster_curves(track, home)
         elif track is not None:
             self.without_beacons += 1

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from beaconscope.report.pack import Pack, smallest_unsigned
 from beaconscope.trace import HeadTrace
+
+if TYPE_CHECKING:
+    from beaconscope.analyze.attention import HeadAttention
 
 _MASS_STEPS = 255
 """Attention is kept in so many steps from 0 to 1."""
@@ -83,8 +86,11 @@ def recorded_looks(head: HeadTrace, first: int) -> Looks:
     )
 
 
-def full_looks(attention: Any, first: int, steps: npt.NDArray[np.int64], hits: int) -> Looks:
-    """The hits that a full cache would have had at ``steps``, of a ``HeadAttention`` over everything."""
+def full_looks(attention: HeadAttention, first: int, steps: npt.NDArray[np.int64], hits: int) -> Looks:
+    """The hits that a full cache would have had at ``steps``, at most ``hits`` each.
+
+    ``attention`` is over everything; its query heads are numbered from ``first`` on.
+    """
     parts = []
     for group in range(attention.groups):
         for positions, weight in attention.rows(group, steps):
