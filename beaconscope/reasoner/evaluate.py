@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from scipy.stats import binomtest
 from torch import Tensor
 from transformers import DynamicCache, LlamaForCausalLM, PreTrainedModel
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
@@ -51,14 +52,12 @@ class Share:
         """The share, nan where there is nothing to count."""
         return self.count / self.of if self.of else math.nan
 
-    def wilson(self, z: float = 1.96) -> tuple[float, float]:
-        """Wilson's score interval of the share, at 95 % unless ``z`` says otherwise."""
+    def wilson(self) -> tuple[float, float]:
+        """Wilson's score interval of the share at 95 %."""
         if not self.of:
             return math.nan, math.nan
-        share, weight = self.share, z * z / self.of
-        centre = (share + weight / 2) / (1 + weight)
-        half = z / (1 + weight) * math.sqrt(share * (1 - share) / self.of + weight / (4 * self.of))
-        return max(0.0, centre - half), min(1.0, centre + half)
+        interval = binomtest(self.count, self.of).proportion_ci(0.95, "wilson")
+        return float(interval.low), float(interval.high)
 
     def summary(self) -> dict[str, Any]:
         """The share with its interval, as plain values."""

@@ -44,7 +44,7 @@ def test_wilson_interval_of_all_reaches_one() -> None:
     low, high = Share(500, 500).wilson()
 
     assert high == pytest.approx(1.0)
-    assert low == pytest.approx(500 / (500 + 1.96**2))
+    assert low == pytest.approx(500 / (500 + 1.959964**2))
 
 
 def test_answer_is_the_digit_after_the_thinking() -> None:
