@@ -95,15 +95,15 @@ def _candidates(
         structure = _structure(apply, part, cos.shape[-1])
         if structure is None:
             continue
-        partner, sign, frequency = structure
+        partner, sign, column = structure
+        spare = size - part  # dimensions before them that do not turn
         for inv_freq, scaling, limit in _frequencies(model, position_embeddings, positions):
-            spare = size - part
+            # The cosine may be there twice, once for each dimension of a pair.
+            frequency = torch.where(column >= 0, column % len(inv_freq), -1)
             rotary = Rotary(
                 partner=torch.cat([torch.arange(spare), partner + spare]),
                 sign=torch.cat([torch.ones(spare), sign]),
-                frequency=torch.cat([torch.full((spare,), -1), frequency % len(inv_freq)]).where(
-                    torch.cat([torch.full((spare,), -1), frequency]) >= 0, torch.tensor(-1)
-                ),
+                frequency=torch.cat([torch.full((spare,), -1), frequency]),
                 inv_freq=inv_freq,
                 scaling=scaling,
                 dtype=cos.dtype,
@@ -117,7 +117,8 @@ def _candidates(
 def _structure(apply: Any, size: int, columns: int) -> tuple[Tensor, Tensor, Tensor] | None:
     """Partner, sign and cosine column of each dimension, by probing ``apply`` with unit vectors.
 
-    ``columns`` is the width of the cosine table. None where the function does not rotate pairs of dimensions.
+    ``columns`` is the width of the cosine table; the column is -1 for a dimension that does not turn. None where the
+    function does not rotate pairs of dimensions.
     """
     unit = torch.eye(size)[None, None]  # [1, 1, size, size]: each token is a unit vector
 

@@ -48,9 +48,7 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[
 def _decoder_kinds(tokenizer: PreTrainedTokenizerBase) -> set[str]:
     """The kinds of decoder in a fast tokenizer's chain; empty for a tokenizer that has none."""
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        return set()
-    if backend.decoder is None:
+    if backend is None or backend.decoder is None:
         return set()
     # The whole tokenizer as JSON would say the same, in half a second for a large vocabulary.
     decoder = json.loads(backend.decoder.__getstate__())
