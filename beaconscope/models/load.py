@@ -22,7 +22,6 @@ BUNDLED_FOLDER = Path(__file__).resolve().parents[1] / "reasoner" / "model"
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt")
 _TOKENIZERS = ("tokenizer*", "vocab*", "tekken.json", "*.model", "*.tiktoken")
 
-
 Dtype = Literal["auto", "float32", "float16", "bfloat16"]
 
 
@@ -33,9 +32,13 @@ class LoadOptions:
     model: str
     """Hub id, local folder or ``.gguf`` file."""
     revision: str | None = None
+    """Branch, tag or commit of a hub id; None is its main branch."""
     dtype: Dtype = "auto"
+    """``auto`` is that of the weights."""
     device: str = "auto"
+    """``cpu``, ``cuda:1``, ``mps``; ``auto`` is an accelerator where there is one."""
     device_map: str | None = None
+    """Of transformers, such as ``auto``: spreads a model over devices, and ``device`` counts no more."""
     attn: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
     """``auto`` is sdpa where the model has it, else eager."""
     trust_remote_code: bool = False
@@ -48,6 +51,7 @@ class LoadedModel:
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     id: str
+    """As it was asked for."""
     revision: str | None = None
 
 
