@@ -17,7 +17,6 @@ function strength(mass) {
 export function makeAttention(parent, store, jump) {
   const { data } = store;
   let cells = null;
-  let dragged = null;
 
   function range() {
     return store.state.zoom ?? [0, data.length];
@@ -117,14 +116,13 @@ export function makeAttention(parent, store, jump) {
       context.setLineDash([]);
       context.strokeStyle = colours.ink;
       context.lineWidth = 1;
-      for (const [from, to] of [[[start, store.state.token + 0.5], [stop, store.state.token + 0.5]]]) {
-        context.globalAlpha = 0.55;
-        context.beginPath();
-        context.moveTo(x(from[0]), y(from[1]));
-        context.lineTo(x(Math.min(to[0], store.state.token + 0.5)), y(to[1]));
-        context.stroke();
-        context.globalAlpha = 1;
-      }
+      context.globalAlpha = 0.55;
+      const here = store.state.token + 0.5;
+      context.beginPath();
+      context.moveTo(x(start), y(here));
+      context.lineTo(x(Math.min(stop, here)), y(here));
+      context.stroke();
+      context.globalAlpha = 1;
       for (const { position, sources } of data.plain.truth ?? []) {
         for (const [first, last] of sources) {
           context.strokeStyle = colours.ink;
@@ -161,7 +159,6 @@ export function makeAttention(parent, store, jump) {
     },
     double: () => store.set({ zoom: null }),
     drag(from, to, end) {
-      dragged = end ? null : [from, to];
       if (!end || Math.hypot(to.x - from.x, to.y - from.y) < 12) return;
       const one = cellAt(from.x, from.y, to.width, to.height);
       const other = cellAt(to.x, to.y, to.width, to.height);
@@ -228,5 +225,5 @@ export function makeAttention(parent, store, jump) {
   }
 
   store.listen(["token", "head", "pooled", "over", "zoom"], () => chart.redraw());
-  return { chart, zoomTo, around, dragged: () => dragged, cells: () => cells };
+  return { chart, around, cells: () => cells };
 }
