@@ -1,4 +1,4 @@
-// The whole trace on one strip: revisits, what the cache lost, what is still held, phases.
+// The whole trace on one strip: revisits, what the cache lost and what it dropped, phases.
 
 import { Chart, SMALL } from "./chart.js";
 import { withAlpha } from "./colour.js";
@@ -6,10 +6,8 @@ import { binned } from "./layout.js";
 import { count, decimal, linear, percent, positionTicks } from "./numbers.js";
 
 /** Room to the left of the strips for their names; arcs below use the same, so that positions line up. */
-export const MARGIN = { left: 88, right: 14 };
-
 export function gutter(width) {
-  return width < 620 ? { left: 8, right: 8 } : MARGIN;
+  return width < 620 ? { left: 8, right: 8 } : { left: 88, right: 14 };
 }
 
 export const PHASES = ["prompt", "think", "answer"];
@@ -63,7 +61,7 @@ export function makeMinimap(parent, store, windowOf, moveWindow) {
     return cache;
   }
 
-  function strip(context, values, [top, bottom], scale, colour, most, anchor = "bottom") {
+  function strip(context, values, [top, bottom], scale, colour, most) {
     const { number } = cache;
     const per = data.length / number;
     const bar = Math.max(1, scale(per) - scale(0) - 0.4);
@@ -72,7 +70,7 @@ export function makeMinimap(parent, store, windowOf, moveWindow) {
       const value = values[bin];
       if (!(value > 0) || !(most > 0)) continue;
       const tall = Math.max(1, (bottom - top) * Math.min(1, value / most));
-      context.fillRect(scale(bin * per), anchor === "bottom" ? bottom - tall : top, bar, tall);
+      context.fillRect(scale(bin * per), bottom - tall, bar, tall);
     }
   }
 
@@ -190,17 +188,21 @@ export function makeMinimap(parent, store, windowOf, moveWindow) {
       if (end || Math.abs(now.x - start.x) < 4) return;
       moveWindow(positionAt(now.x, now.width));
     },
-    table: () => ({
-      columns: [
-        { key: "first", name: "first token" }, { key: "last", name: "last token" },
-        { key: "score", name: "revisit score" }, { key: "lost", name: "share lost" }, { key: "gone", name: "dropped by the end" },
-      ],
-      rows: Array.from(bins(chart.width - MARGIN.left - MARGIN.right).score, (score, bin) => ({
-        first: Math.ceil((bin * data.length) / cache.number),
-        last: Math.ceil(((bin + 1) * data.length) / cache.number) - 1,
-        score, lost: cache.lost[bin], gone: cache.gone[bin],
-      })),
-    }),
+    table: () => {
+      const { left, right } = gutter(chart.width);
+      const { number, score, lost, gone } = bins(chart.width - left - right);
+      return {
+        columns: [
+          { key: "first", name: "first token" }, { key: "last", name: "last token" },
+          { key: "score", name: "revisit score" }, { key: "lost", name: "share lost" }, { key: "gone", name: "dropped by the end" },
+        ],
+        rows: Array.from(score, (value, bin) => ({
+          first: Math.ceil((bin * data.length) / number),
+          last: Math.ceil(((bin + 1) * data.length) / number) - 1,
+          score: value, lost: lost[bin], gone: gone[bin],
+        })),
+      };
+    },
   });
 
   function positionAt(x, width) {
