@@ -89,5 +89,4 @@ export function makeComparison(parent, [one, other], names) {
     caption: "Two recordings. Positions are compared where their texts are the same from the start on; sentences are compared by their words. A and B at the top choose which of them the views below show.",
     table: () => ({ columns, rows }),
   }, el("div", { class: "compare" }, plainTable(columns, rows)));
-  return rows;
 }

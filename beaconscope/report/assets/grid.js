@@ -57,9 +57,9 @@ export function makeGrid(parent, store) {
       context.textAlign = "right";
       context.fillStyle = colours.muted;
       layers.forEach((layer, row) => context.fillText(`layer ${layer}`, PADDING.left - 8, PADDING.top + row * rowHeight + rowHeight / 2));
-      const bottom = data.heads.filter((head) => place.get(head.number)[0] === 0);
+      const top = data.heads.filter((head) => place.get(head.number)[0] === 0);
       context.textAlign = "center";
-      for (const head of bottom) {
+      for (const head of top) {
         const [x, , wide] = box(head.number, width);
         if (wide > 16) context.fillText(wide > 26 ? `${head.kv}.${head.group}` : head.group === 0 ? String(head.kv) : "", x + wide / 2, 12);
       }

@@ -12,10 +12,9 @@ export function sourcesOf(data, hits, step, head) {
   for (let hit = hits.start[step]; hit < hits.start[step + 1]; hit++) {
     if (head !== null && hits.head[hit] !== head) continue;
     const source = hits.source[hit];
-    const entry = found.get(source) ?? { position: source, mass: 0, evicted: 0, heads: 0 };
+    const entry = found.get(source) ?? { position: source, mass: 0, evicted: 0 };
     const mass = hits.share(hit) * scale;
     entry.mass += mass;
-    entry.heads += 1;
     if (data.wasGone(hits.head[hit], source, step)) entry.evicted += mass;
     found.set(source, entry);
   }
@@ -58,7 +57,7 @@ export function lookersAt(data, hits, start, stop, head) {
   return [...found.values()].sort((a, b) => b.mass - a.mass || a.position - b.position);
 }
 
-/** The first hit of each step of which the step is at least `step`. */
+/** Index of the first hit of a step that is at least `step`. */
 function from(hits, step) {
   return hits.start[Math.max(0, Math.min(step, hits.start.length - 1))];
 }

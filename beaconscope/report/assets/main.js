@@ -47,24 +47,24 @@ function show(traces, number, about) {
   current.store = store;
   const names = traces.map((trace) => trace.plain.name);
 
-  if (traces.length > 1) makeComparison(el0(main, "section"), traces, names);
+  if (traces.length > 1) makeComparison(added(main, "section"), traces, names);
   const jump = (position) => store.set({ token: position, beacon: null });
   makeAnswers(main, store, jump);
-  const timeline = el0(main, "section", "timeline");
+  const timeline = added(main, "section", "timeline");
   let reading = null;
   const minimap = makeMinimap(timeline, store, () => reading?.window() ?? [0, 0], (position) => reading?.reveal(position));
   const arcs = makeArcs(timeline, store, jump);
-  const first = el0(main, "section", "pair wide-left");
+  const first = added(main, "section", "pair wide-left");
   reading = makeReading(first, store, arcs.looks);
-  first.append(el("div", { class: "chart side" }, arcs.list));
+  first.append(el("div", { class: "chart" }, arcs.list));
   reading.onMove(() => minimap.redraw());
   makeRevisits(main, store, jump);
-  const second = el0(main, "section", "pair");
+  const second = added(main, "section", "pair");
   const attention = makeAttention(second, store, jump);
-  const right = el0(second, "div", "stack");
+  const right = added(second, "div", "stack");
   const grid = makeGrid(right, store);
   const clusters = makeClusterCurves(right, store);
-  const third = el0(main, "section", "pair");
+  const third = added(main, "section", "pair");
   const space = makeSpace(third, store, jump);
   const gantt = makeGantt(third, store, jump);
   const tradeoff = makeTradeOff(main, store);
@@ -83,7 +83,8 @@ function show(traces, number, about) {
   tell();
 }
 
-function el0(parent, name, className = "") {
+/** A new element at the end of another. */
+function added(parent, name, className = "") {
   const element = el(name, className ? { class: className } : {});
   parent.append(element);
   return element;
@@ -99,7 +100,6 @@ function applyTheme(theme) {
   current.views?.clusters.redraw();
   current.views?.tradeoff.redraw();
 }
-
 
 function remembered(value) {
   // A page opened from disk may be denied storage; the theme is then that of the system each time.

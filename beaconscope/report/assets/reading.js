@@ -51,7 +51,7 @@ export function makeReading(parent, store, looks) {
     paint(true);
     sayLegend();
   });
-  const framed = frame(parent, {
+  frame(parent, {
     id: "text",
     title: "Text",
     controls: [el("label", { class: "inline" }, "Colour by ", choose), legend],
@@ -219,7 +219,6 @@ export function makeReading(parent, store, looks) {
   sayLegend();
 
   return {
-    box: framed.box,
     reveal,
     onMove: (tell) => moved.add(tell),
     retheme() {

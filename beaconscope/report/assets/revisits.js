@@ -108,7 +108,6 @@ export function makeRevisits(parent, store, jump) {
     for (const row of body.children) row.setAttribute("aria-selected", String(Number(row.dataset.position) === token));
   });
   fill();
-  return { box, rows };
 }
 
 function whyNoRevisits(data) {

@@ -28,7 +28,7 @@ test("what is missing is NaN, never zero", () => {
 
 test("hits of a step, of one head and pooled", () => {
   const data = made();
-  assert.deepEqual(sourcesOf(data, data.recorded, 4, 0), [{ position: 1, mass: 200 / 255, evicted: 200 / 255, heads: 1 }]);
+  assert.deepEqual(sourcesOf(data, data.recorded, 4, 0), [{ position: 1, mass: 200 / 255, evicted: 200 / 255 }]);
   const pooled = sourcesOf(data, data.recorded, 4, null);
   assert.deepEqual(pooled.map((source) => source.position), [1, 3]);
   assert.ok(Math.abs(pooled[0].mass - 300 / 255 / 2) < 1e-12);
