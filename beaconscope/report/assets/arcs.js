@@ -8,10 +8,10 @@ import { count, decimal, linear, percent } from "./numbers.js";
 
 const MOST_ARCS = 24;
 
-/** What is drawn for a selection: spans looked at, and steps that look back at the token's sentence or the token. */
-export function looksOf(store) {
+/** What is drawn for a selection: spans looked at, and steps that look back at the token or its whole sentence. */
+export function looksOf(store, wholeSentence) {
   const { data, state, hits, shownHead } = store;
-  const [start, stop] = store.wholeSentence ? data.sentenceRange(state.sentence) : [state.token, state.token + 1];
+  const [start, stop] = wholeSentence ? data.sentenceRange(state.sentence) : [state.token, state.token + 1];
   const sources = sourcesOf(data, hits, state.token, shownHead);
   return {
     sources,
@@ -36,8 +36,8 @@ export function headLabel(head) {
 
 export function makeArcs(parent, store, jump) {
   const { data } = store;
-  store.wholeSentence = false;
-  let looks = looksOf(store);
+  let wholeSentence = false;
+  let looks = looksOf(store, wholeSentence);
   const isSink = sinkTest(data);
 
   const pooled = choices("Heads", [[true, "All heads"], [false, "One head"]], store.state.pooled, (value) => store.set({ pooled: value }));
@@ -47,8 +47,8 @@ export function makeArcs(parent, store, jump) {
         ["recorded", "As recorded", "What the recording's cache still held"],
       ], store.state.over, (value) => store.set({ over: value }))
     : null;
-  const whom = choices("Looked at", [[false, "Token"], [true, "Sentence"]], false, (value) => {
-    store.wholeSentence = value;
+  const whom = choices("Looked at", [[false, "Token"], [true, "Sentence"]], wholeSentence, (value) => {
+    wholeSentence = value;
     refresh();
   });
 
@@ -63,7 +63,7 @@ export function makeArcs(parent, store, jump) {
       const source = store.state.over === "full"
         ? `over everything recorded, computed for ${data.plain.full_steps}, else as recorded; hollow: the cache had dropped it; grey: a sink`
         : `as recorded, over ${data.plain.trace.attention_over}`;
-      return `Above: what token ${count(store.state.token)} looks back at; below: what looks back at ${store.wholeSentence ? "its sentence" : "it"}. Thickness: attention, ${whose}, of each head's ${data.plain.trace.hits} most attended positions; ${source}.`;
+      return `Above: what token ${count(store.state.token)} looks back at; below: what looks back at ${wholeSentence ? "its sentence" : "it"}. Thickness: attention, ${whose}, of each head's ${data.plain.trace.hits} most attended positions; ${source}.`;
     },
     draw(context, { width, colours }) {
       const { left, right } = gutter(width);
@@ -81,7 +81,6 @@ export function makeArcs(parent, store, jump) {
       const arc = (from, to, mass, most, evicted, sign, colour) => {
         const tall = Math.min(half - 4, 10 + Math.abs(to - from) * 0.35);
         context.strokeStyle = evicted ? colours.loss : colour;
-        // A sink draws attention from everywhere and means nothing by it.
         context.globalAlpha = 0.25 + 0.65 * Math.min(1, mass / most);
         context.lineWidth = Math.max(0.8, 7 * Math.sqrt(Math.min(1, mass)));
         context.setLineDash(evicted ? [3, 3] : []);
@@ -99,6 +98,7 @@ export function makeArcs(parent, store, jump) {
         if (evicted) context.stroke();
       };
       const most = Math.max(1e-6, ...looks.spans.map((span) => span.mass));
+      // Sinks are grey: they draw attention from everywhere and mean nothing by it.
       for (const span of looks.spans.slice(0, MOST_ARCS).reverse()) {
         arc(here, scale((span.start + span.stop) / 2), span.mass, most, span.evicted > span.mass / 2, 1, isSink(span) ? colours.muted : colours.accent);
       }
@@ -191,7 +191,7 @@ export function makeArcs(parent, store, jump) {
   const list = el("aside", { id: "detail", "aria-label": "The chosen token" });
 
   function refresh() {
-    looks = looksOf(store);
+    looks = looksOf(store, wholeSentence);
     pooled.mark(store.state.pooled);
     over?.mark(store.state.over);
     chart.redraw();
