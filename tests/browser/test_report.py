@@ -320,6 +320,21 @@ def test_two_traces_side_by_side(watched: Watched, pair_page: Path) -> None:
     watched.clean()
 
 
+def test_a_search_goes_on_in_the_trace_that_is_shown(watched: Watched, pair_page: Path) -> None:
+    page = watched.open(pair_page)
+    places = page.evaluate(
+        "window.beaconscope.traces.map((trace) =>"
+        " Array.from(trace.text, (_, at) => at).filter((at) => trace.token(at) === ' plan'))"
+    )
+    assert places[0][0] != places[1][0]
+    page.fill("#query", " plan")
+    page.click("#traces button[data-value='1']")
+    page.locator("#query").press("Enter")
+    settle(page)
+    assert state(page, "token") == places[1][0]
+    watched.clean()
+
+
 def test_a_phone_scrolls_one_way_only(watched: Watched, balcony_page: Path) -> None:
     watched.page.set_viewport_size({"width": 390, "height": 844})
     page = watched.open(balcony_page)

@@ -122,17 +122,22 @@ function bindSearch() {
   const said = byId("found");
   let places = [];
   let at = -1;
+  let searched = null;
+  const search = () => {
+    searched = current.store;
+    places = current.views.reading.find(field.value);
+    at = -1;
+    said.textContent = field.value ? (places.length ? count(places.length) : "none") : "";
+  };
   const go = (by) => {
+    // Another trace may be shown since.
+    if (searched !== current.store) search();
     if (!places.length) return;
     at = (at + by + places.length) % places.length;
     current.store.set({ token: places[at], beacon: null });
     said.textContent = `${count(at + 1)} of ${count(places.length)}`;
   };
-  field.addEventListener("input", () => {
-    places = current.views.reading.find(field.value);
-    at = -1;
-    said.textContent = field.value ? (places.length ? count(places.length) : "none") : "";
-  });
+  field.addEventListener("input", search);
   field.addEventListener("keydown", (event) => {
     if (event.key === "Escape") field.blur();
   });
