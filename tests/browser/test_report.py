@@ -142,6 +142,16 @@ def test_one_selection_for_all_views(watched: Watched, balcony_page: Path) -> No
     watched.clean()
 
 
+def test_the_chosen_token_is_in_view_whatever_was_clicked_before(watched: Watched, balcony_page: Path) -> None:
+    page = watched.open(balcony_page, "#t=10")
+    page.locator(".tok.chosen").click()
+    settle(page)
+    page.evaluate("window.beaconscope.store.set({ token: 300 })")
+    settle(page)
+    assert page.locator(".tok.chosen").is_visible()
+    watched.clean()
+
+
 def test_everything_by_keyboard(watched: Watched, balcony_page: Path) -> None:
     page = watched.open(balcony_page, "#t=200")
     keys = page.keyboard

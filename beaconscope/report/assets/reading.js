@@ -179,7 +179,8 @@ export function makeReading(parent, store, looks) {
   pane.addEventListener("click", (event) => {
     const position = positionOf(event);
     if (position !== null) {
-      keep = true;
+      // The text stays where it is; nothing is told of a token that is chosen already.
+      keep = position !== store.state.token;
       store.set({ token: position, beacon: null });
     }
   });
