@@ -20,6 +20,7 @@ _HIT_BYTES = 3.6
 _FULL_SHARE = 0.3
 """Of the room for hits that those of a full cache take."""
 _ROUNDS = 6
+"""Pages that are put together to find how many hits fit."""
 
 
 @dataclass(frozen=True)
@@ -87,8 +88,15 @@ def build_report(
 def _fitted(
     title: str, subjects: Sequence[Subject], collected: Sequence[Collected], about: dict[str, Any], most: int
 ) -> str:
-    """The page with as many hits as there is room for."""
-    bare = len(_page(title, subjects, collected, about, 0))
+    """The page with as many hits as there is room for in ``most`` bytes.
+
+    Raises
+    ------
+    BeaconScopeError
+        Where there is no room for the page without any.
+    """
+    without_hits = _page(title, subjects, collected, about, 0)
+    bare = len(without_hits.encode())
     if bare > most:
         raise BeaconScopeError(
             f"the report takes {bare / 1e6:.1f} MB without any attention in it; give --max-size {bare / 1e6 + 1:.0f}MB"
@@ -97,11 +105,12 @@ def _fitted(
     count = min(there, int((most - bare) * 0.97 / _HIT_BYTES))
     for _ in range(_ROUNDS):
         page = _page(title, subjects, collected, about, count)
-        if len(page) <= most:
+        size = len(page.encode())
+        if size <= most:
             return page
-        per_hit = (len(page) - bare) / max(1, count)
+        per_hit = (size - bare) / max(1, count)
         count = int((most - bare) * 0.95 / per_hit)
-    return _page(title, subjects, collected, about, 0)
+    return without_hits
 
 
 def _page(
