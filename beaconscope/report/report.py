@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from beaconscope import __version__
 from beaconscope.errors import BeaconScopeError
 from beaconscope.report.collect import Collected, Progress, collect
 from beaconscope.report.findings import Findings
@@ -74,8 +75,6 @@ def build_report(
     title = options.title or " and ".join(
         "a redacted trace" if options.redact else subject.trace.path.name for subject in subjects
     )
-    from beaconscope import __version__
-
     about = {
         "version": __version__,
         "made": datetime.datetime.now(datetime.UTC).isoformat(timespec="minutes"),
