@@ -24,7 +24,7 @@ from beaconscope.report.findings import Findings
 from beaconscope.report.looks import Looks, full_looks, gather, recorded_looks
 from beaconscope.report.options import ReportOptions
 from beaconscope.report.pack import Pack, smallest_unsigned
-from beaconscope.report.space import Layout, lay_out_all, shown_positions
+from beaconscope.report.space import lay_out, shown_positions
 from beaconscope.report.words import redacted, shown_tokens
 from beaconscope.trace import HeadTrace, Trace
 
@@ -126,7 +126,6 @@ def collect(
         reader.read(layer, kv_head)
         if progress is not None:
             progress(done + 1, len(trace.heads))
-    reader.lay_out()
     if reader.without_beacons:
         left_out.append(f"the beacons of {reader.without_beacons} query heads with few revisits, for want of room")
     if not trace.has_values:
@@ -199,7 +198,6 @@ class _HeadReader:
         order = sorted(findings.result["heads"], key=lambda row: (-(row["revisits"] or 0), -(row["events"] or 0)))
         self._rank = {row_name(row): rank for rank, row in enumerate(order)}
         self._entries = 0
-        self._layouts: list[Layout] = []
         cost = len(heads) * trace.length**2
         every = cost <= _FULL_COST
         self.full_steps_name = "every token" if every else "the revisits"
@@ -209,7 +207,7 @@ class _HeadReader:
 
     def read(self, layer: int, kv_head: int) -> None:
         """Read a KV head."""
-        # Here, because the processes that lay out queries load this package, and need no torch.
+        # Here, because torch takes its time to load, and options are checked before.
         from beaconscope.analyze.attention import HeadAttention, evicted_at, layer_facts, layer_rotary
 
         head = self.trace.head(layer, kv_head)
@@ -253,10 +251,10 @@ class _HeadReader:
                 facts["curves"] = cluster_curves(track, home)
         elif track is not None:
             self.without_beacons += 1
-        self._plan_layout(number, rank, {"pre-rope": before, "post-rope": query}, track if kept else None, of_policy)
+        self._lay_out(number, rank, {"pre-rope": before, "post-rope": query}, track if kept else None, of_policy)
         self.head_facts[number] = facts
 
-    def _plan_layout(
+    def _lay_out(
         self,
         number: int,
         rank: int,
@@ -264,6 +262,7 @@ class _HeadReader:
         track: BeaconTrack | None,
         of_policy: str,
     ) -> None:
+        """Put the queries of a head on a plane, in each space that there is."""
         options = self.options
         umap = rank < options.space_heads
         sources = np.zeros(0, np.int64) if track is None else track.sources
@@ -278,18 +277,11 @@ class _HeadReader:
             centroids = np.zeros((0, queries.shape[1]), np.float32)
             if track is not None and len(track.centroid) and space == of_policy:
                 centroids = track.centroid
-            name = f"space.{number}.{space}"
-            self._layouts.append(Layout(name, queries[shown], must, centroids, umap))
-
-    def lay_out(self) -> None:
-        """Lay out the queries of all heads that were read."""
-        for each, plane in zip(
-            self._layouts, lay_out_all(self._layouts, self.options.fit_queries, self.options.seed), strict=True
-        ):
+            plane = lay_out(queries[shown], must, centroids, umap=umap, fit=options.fit_queries, seed=options.seed)
             # In one piece, so that points and centroids share the steps that they are rounded to.
             for axis, letter in enumerate("xy"):
                 both = np.concatenate([plane.points[:, axis], plane.centroids[:, axis]])
-                self.pack.add_numbers(f"{each.name}.{letter}", both, method=plane.method)
+                self.pack.add_numbers(f"space.{number}.{space}.{letter}", both, method=plane.method)
 
 
 def _add_tokens(pack: Pack, frame: pd.DataFrame, findings: Findings) -> None:

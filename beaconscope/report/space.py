@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from sklearn.metrics.pairwise import cosine_distances
 
 _NEIGHBOURS = 15
 
@@ -42,39 +43,6 @@ def shown_positions(
         room = count - len(shown)
         shown = np.union1d(shown, more if len(more) <= room else random.choice(more, room, replace=False))
     return shown.astype(np.int64)
-
-
-@dataclass(frozen=True)
-class Layout:
-    """What is to be laid out, in one space of one head; see `lay_out`."""
-
-    name: str
-    queries: npt.NDArray[np.float32]  # [n, D]
-    must: npt.NDArray[np.bool_]  # [n]
-    centroids: npt.NDArray[np.float32]  # [c, D]
-    umap: bool
-
-
-def lay_out_all(layouts: list[Layout], fit: int, seed: int) -> list[Plane]:
-    """Lay out each; those by UMAP on all cores of the machine, as each is one thread's work."""
-    import joblib
-
-    planes: dict[int, Plane] = {}
-    slow = []
-    for number, each in enumerate(layouts):
-        if each.umap:
-            slow.append(number)
-        else:
-            planes[number] = _lay_out_one(each, fit, seed)
-    # More workers than that would spend longer on compiling UMAP's code than on using it.
-    workers = max(1, min(joblib.cpu_count(), len(slow) // 2, 4))
-    found = joblib.Parallel(n_jobs=workers)(joblib.delayed(_lay_out_one)(layouts[n], fit, seed) for n in slow)
-    planes.update(zip(slow, found, strict=True))
-    return [planes[number] for number in range(len(layouts))]
-
-
-def _lay_out_one(each: Layout, fit: int, seed: int) -> Plane:
-    return lay_out(each.queries, each.must, each.centroids, umap=each.umap, fit=fit, seed=seed)
 
 
 def lay_out(
@@ -127,17 +95,25 @@ def _umap(
     others = np.setdiff1d(np.arange(len(points)), chosen)
     room = max(0, min(len(others), fit - len(chosen)))
     chosen = np.sort(np.concatenate([chosen, random.choice(others, room, replace=False)])).astype(np.int64)
+    fitted = points[chosen]
+    # It starts from the principal components, with a little noise so that no two queries begin at one place.
+    principal = _pca(fitted, centers[:0]).points
+    noise = random.normal(scale=1e-4, size=principal.shape)
+    start = (10 * principal / max(float(np.abs(principal).max()), 1e-12) + noise).astype(np.float32)
     with warnings.catch_warnings():
-        # It says that a fixed seed means one thread.
+        # It says that a fixed seed means one thread, and that distances cannot be turned back into queries.
         warnings.simplefilter("ignore")
+        # Distances are given: UMAP would ask a function for each, pair by pair, which takes longer than all the rest.
         mapping = umap.UMAP(
-            n_neighbors=_NEIGHBOURS, min_dist=0.1, metric="cosine", random_state=seed, n_jobs=1, init="pca",
-            n_epochs=200,
+            n_neighbors=_NEIGHBOURS, min_dist=0.1, metric="precomputed", random_state=seed, n_jobs=1,
+            init=start, n_epochs=200,
         )  # fmt: skip
         placed = np.zeros((len(points), 2), np.float32)
-        placed[chosen] = mapping.fit_transform(points[chosen])
+        placed[chosen] = mapping.fit_transform(cosine_distances(fitted))
         rest = np.setdiff1d(np.arange(len(points)), chosen)
         if len(rest):
-            placed[rest] = mapping.transform(points[rest])
-        middle = mapping.transform(centers) if len(centers) else np.zeros((0, 2), np.float32)
+            placed[rest] = mapping.transform(cosine_distances(points[rest], fitted))
+        middle = np.zeros((0, 2), np.float32)
+        if len(centers):
+            middle = mapping.transform(cosine_distances(centers, fitted))
     return Plane("UMAP", placed, np.asarray(middle, np.float32))

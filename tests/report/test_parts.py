@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from sklearn.manifold import trustworthiness
 
 from beaconscope.errors import BeaconScopeError
 from beaconscope.report import write_figures
@@ -86,6 +87,8 @@ def test_umap_places_all_and_is_the_same_each_time() -> None:
     centers = first.points[:40].mean(axis=0), first.points[40:].mean(axis=0)
     gap = np.linalg.norm(centers[0] - centers[1])
     assert np.linalg.norm(first.points[:40] - centers[0], axis=1).mean() < gap / 2
+    # Queries that are close by cosine are close on the plane.
+    assert trustworthiness(queries, first.points, n_neighbors=10, metric="cosine") > 0.85
     assert np.linalg.norm(first.centroids[0] - centers[0]) < np.linalg.norm(first.centroids[0] - centers[1])
 
 
