@@ -137,7 +137,8 @@ class BeaconTracker:
             start += count
             if self._past is not None:
                 thinned = self._past.add(part, first_position + start - count)
-                if thinned and self.current is not None:
+                # Nobody asks for these beacons but who follows the assignments.
+                if thinned and self._follow and self.current is not None:
                     self.choose(first_position + start - 1)
 
     def to_space(self, query: Tensor, first_position: int) -> Tensor:

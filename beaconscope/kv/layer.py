@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from beaconscope.errors import BeaconScopeError
+from beaconscope.kv.entries import pick_entries
 from beaconscope.kv.heads import HeadInfo
 from beaconscope.kv.policies.base import CacheView, Policy, PolicyState, QueryBlock
 from beaconscope.kv.step import AttentionStep
@@ -385,8 +386,7 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         # Stable, so that what is kept stays oldest first.
         index = kept.to(torch.uint8).argsort(dim=-1, descending=True, stable=True)[..., :size]
         for buffer, source in ((self.keys, stored_key), (self.values, stored_value)):
-            source = rows.take(source)[:, :, entries]
-            rows.put(buffer, 0, source.gather(2, index.unsqueeze(-1).expand(*index.shape, source.shape[-1])))
+            rows.put(buffer, 0, pick_entries(rows.take(source), index + (entries.start or 0)))
         rows.put(self.positions, 0, positions.gather(2, index))
         lane.count = size
         lane.state.evicted(index.expand(-1, key.shape[1], -1))

@@ -73,15 +73,20 @@ class Rotary:
         sin = torch.where(passes, 0.0, sin[..., index] * self.sign)
         return cos, sin
 
+    def _partners(self, x: Tensor) -> Tensor:
+        """For each dimension of ``x`` [..., D] the one that it turns with."""
+        # Several times as fast as x[..., partner].
+        return x.gather(-1, self.partner.expand(x.shape))
+
     def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
         """Rotate ``x`` [..., D] to ``positions`` (broadcast against [...]); float32 in and out."""
         cos, sin = self._cos_sin(positions)
-        return x * cos + x[..., self.partner] * sin
+        return x * cos + self._partners(x) * sin
 
     def unrotate(self, x: Tensor, positions: Tensor) -> Tensor:
         """Undo :meth:`rotate`: the pre-RoPE vectors of post-RoPE ``x`` [..., D] at ``positions``."""
         cos, sin = self._cos_sin(positions)
-        return (x * cos - x[..., self.partner] * sin) / (cos * cos + sin * sin)
+        return (x * cos - self._partners(x) * sin) / (cos * cos + sin * sin)
 
     def mean_rotation(self, positions: Tensor) -> Tensor:
         """M [D, D] such that ``x @ M`` is the mean of ``x`` rotated to ``positions`` [P]."""

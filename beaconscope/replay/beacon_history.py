@@ -107,8 +107,6 @@ class BeaconHistories:
             found = tracker.choose(position)
             assert found is not None
             chosen[position] = BeaconSet(found.vector.clone(), found.source.clone())
-            # A tracker that has current beacons chooses anew at every thinning, which nobody asks for here.
-            tracker.current = None
             start = position + 1
         return _History(tracker, chosen)
 

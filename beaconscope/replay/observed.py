@@ -8,12 +8,14 @@ a key comes out the same in both; the tests hold that a setting keeps together w
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+from beaconscope.kv.beacons import BeaconSettings
 from beaconscope.kv.policies import Policy, SnapKV
 from beaconscope.kv.policies.base import Observers
 from beaconscope.kv.policies.beacon import BeaconKV
@@ -91,7 +93,7 @@ class Observed:
         self, data: LayerData, histories: BeaconHistories, settings: Sequence[tuple[Policy, Sequence[int]]]
     ) -> None:
         recent: list[tuple[int, int, Sequence[int]]] = []
-        beacons: dict[object, list[tuple[int, int, Sequence[int]]]] = defaultdict(list)
+        beacons: dict[BeaconSettings, list[tuple[int, int, Sequence[int]]]] = defaultdict(list)
         for policy, fired in settings:
             assert policy.capacity is not None
             if isinstance(policy, BeaconKV):
@@ -104,14 +106,12 @@ class Observed:
         def newest(position: int, count: int) -> Tensor:
             return data.query[:, :, :, max(0, position + 1 - count) : position + 1]
 
+        def chosen(choice: BeaconSettings, position: int, count: int) -> Tensor:
+            return histories.rotated(choice, position)[:, :, :, :count]
+
         self._recent = SharedProducts(data, newest, _where_it_pays(recent), last=True)
         self._beacons = {
-            choice: SharedProducts(
-                data,
-                lambda position, count, choice=choice: histories.rotated(choice, position)[:, :, :, :count],
-                _where_it_pays(asked),
-                last=False,
-            )
+            choice: SharedProducts(data, functools.partial(chosen, choice), _where_it_pays(asked), last=False)
             for choice, asked in beacons.items()
         }
 

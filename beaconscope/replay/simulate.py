@@ -52,7 +52,7 @@ class _Entries(CacheView):
 
     def products(self, query: Tensor, observers: Observers | None = None) -> Tensor:
         shared: Mapping[Observers, SharedProducts] = self.__dict__["_shared"]
-        if observers in shared:
+        if observers is not None and observers in shared:
             known = shared[observers].held(query.shape[3], self.positions, self.newest)
             if known is not None:
                 return known
