@@ -39,7 +39,8 @@ def summarize(trace: Trace) -> dict[str, Any]:
         "attention_over": trace.attention_over,
         "policy": trace.policy,
         "options": trace.options,
-        "compressions": len(trace.evictions(*trace.heads[0])),
+        # The heads of a layer compress together; a sliding layer never does.
+        "compressions": max(len(trace.evictions(layer.layer, layer.kv_heads[0])) for layer in trace.layout.layers),
         "file_bytes": trace.path.stat().st_size,
         "vector_bytes": vector_bytes(trace.layout, trace.length),
         "timings": metadata.get("timings", {}),

@@ -174,6 +174,12 @@ def test_summary_is_plain(tmp_path: Path) -> None:
     assert summary["compressions"] == 4  # at 13, 20, 27 and 34
 
 
+def test_compressions_are_counted_where_the_first_layer_is_a_sliding_one(tmp_path: Path) -> None:
+    made = make()
+    made.layers[0].evictions.clear()
+    assert summarize(load_trace(made.record(tmp_path / "trace.parquet")))["compressions"] == 4
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="counts bytes in /proc")
 def test_one_head_reads_its_own_row_groups_only(tmp_path: Path) -> None:
     """GIVEN a trace of eight heads WHEN one is read THEN no more bytes than an eighth and the footer's are."""
