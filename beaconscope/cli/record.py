@@ -231,6 +231,7 @@ def record(
     from beaconscope.record import record as run
     from beaconscope.record import record_prompts as run_many
     from beaconscope.record.prompts import read_prompts, read_text
+    from beaconscope.trace import check_no_journal
 
     given = {
         "budget": budget,
@@ -270,6 +271,7 @@ def record(
     if prompt is not None:
         text = read_text(prompt, "prompt")
         path = out.trace_path(output, prompt, force=force)
+        check_no_journal(path, force=force)
     else:
         many = read_prompts(prompts or "-")
         path = out.traces_folder(output, prompts or "-")

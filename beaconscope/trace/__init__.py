@@ -3,7 +3,7 @@
 from beaconscope.trace.finalize import Progress
 from beaconscope.trace.folder import journal_path
 from beaconscope.trace.info import summarize
-from beaconscope.trace.journal import Journal
+from beaconscope.trace.journal import Journal, check_no_journal
 from beaconscope.trace.metadata import TraceMetadata
 from beaconscope.trace.phases import split_phases
 from beaconscope.trace.reader import HeadTrace, Trace, load_trace
@@ -38,6 +38,7 @@ __all__ = [
     "TraceLayout",
     "TraceMetadata",
     "VectorType",
+    "check_no_journal",
     "disk_bytes",
     "estimate_bytes",
     "free_bytes",

@@ -117,11 +117,7 @@ class Journal:
             ) from error
         folder = JournalFolder.lock(path)
         try:
-            if folder.holds_recording() and not force:
-                raise BeaconScopeError(
-                    f"{path} holds an interrupted recording; "
-                    f"run `beaconscope recover {output}`, or give --force to discard it"
-                )
+            _check_discards_nothing(folder, output, force=force)
             folder.clear()
             folder.write_metadata(metadata)
             return cls(output, folder, layout, metadata, queue_bytes)
@@ -406,6 +402,31 @@ def check_target(output: Path, *, force: bool) -> None:
         raise BeaconScopeError(f"{output} is a device or a pipe, in whose place no file is put; give another output")
     if output.exists() and not force:
         raise BeaconScopeError(f"{output} exists; give --force to replace it, or another output")
+
+
+def check_no_journal(output: Path, *, force: bool) -> None:
+    """Refuse an output beside which the journal of another recording lies, as `Journal.create` does.
+
+    Raises
+    ------
+    BeaconScopeError
+        Where the recording is still running, or was interrupted and ``force`` is not given.
+    """
+    path = journal_path(output)
+    if path.is_dir():
+        folder = JournalFolder.lock(path)
+        try:
+            _check_discards_nothing(folder, output, force=force)
+        finally:
+            folder.release()
+
+
+def _check_discards_nothing(folder: JournalFolder, output: Path, *, force: bool) -> None:
+    if folder.holds_recording() and not force:
+        raise BeaconScopeError(
+            f"{folder.path} holds an interrupted recording; "
+            f"run `beaconscope recover {output}`, or give --force to discard it"
+        )
 
 
 def _first_metadata(layout: TraceLayout, metadata: Mapping[str, Any], output: Path) -> dict[str, Any]:

@@ -12,9 +12,11 @@ from typing import get_args
 
 import pytest
 
-from beaconscope import BeaconKV, LoadOptions, RecordOptions, Sampling, load_trace
+from beaconscope import BeaconKV, LoadOptions, RecordOptions, Sampling, load_trace, recover
 from beaconscope.cli.record import _policies, record
 from beaconscope.errors import UsageError
+from beaconscope.trace import Journal
+from tests.trace.made import METADATA, make
 
 SMALL = ("--max-new-tokens", "24", "--budget", "16", "--interval", "8", "--recent", "4", "--beacons", "4")
 
@@ -144,6 +146,28 @@ def test_an_output_that_exists_is_refused_before_the_model_loads_and_kept(run, h
     assert result.exit_code == 1
     assert "--force" in result.stderr
     assert Path("plan.parquet").read_bytes() == b"precious"
+
+
+def test_a_journal_beside_the_output_is_refused_before_the_model_loads_and_kept(run, here):
+    # GIVEN a recording that was interrupted
+    made = make()
+    with Journal.create(Path("plan.parquet"), made.layout, METADATA) as journal:
+        made.append(journal, 0, 16)
+    # WHEN another to the same output begins, THEN it is told what to do
+    result = run("record", "--model", "no/such-model", "--prompt", "plan.txt")
+    assert result.exit_code == 1
+    assert result.stderr == (
+        "error: plan.parquet.journal holds an interrupted recording; "
+        "run `beaconscope recover plan.parquet`, or give --force to discard it\n"
+    )
+    assert load_trace(recover("plan.parquet")).length == 16
+
+
+def test_a_recording_under_way_to_the_output_is_refused_before_the_model_loads(run, here):
+    with Journal.create(Path("plan.parquet"), make().layout, METADATA):
+        result = run("record", "--model", "no/such-model", "--prompt", "plan.txt", "--force")
+        assert result.exit_code == 1
+        assert "in use by another process" in result.stderr
 
 
 def test_force_replaces_an_output(run, here, model_folder):
