@@ -11,7 +11,8 @@ import typer
 
 from beaconscope.cli import output as out
 from beaconscope.cli.options import Json, Quiet, Verbose, Version
-from beaconscope.cli.terminal import Terminal, in_bytes, printable
+from beaconscope.cli.terminal import Terminal, printable
+from beaconscope.units import in_bytes
 
 _PROMPT_SHOWN = 300
 

@@ -10,8 +10,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from beaconscope.cli.terminal import in_bytes, printable
+from beaconscope.cli.terminal import printable
 from beaconscope.replay import Answer
+from beaconscope.units import in_bytes
 
 _PLAIN_WIDTH = 120
 _NAME_WIDTH = 34

@@ -12,8 +12,9 @@ import typer
 
 from beaconscope.cli import output as out
 from beaconscope.cli.options import Force, Output, Quiet, Verbose, Version
-from beaconscope.cli.terminal import Terminal, in_bytes, quieten_libraries
+from beaconscope.cli.terminal import Terminal, quieten_libraries
 from beaconscope.errors import BeaconScopeError, UsageError
+from beaconscope.units import in_bytes
 
 if TYPE_CHECKING:
     from beaconscope.report import Findings, Subject

@@ -75,15 +75,6 @@ class Terminal:
         return progress_bar(what, unit, shown=not self.quiet)
 
 
-def in_bytes(count: float) -> str:
-    """Say a number of bytes in decimal units, with three digits."""
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} TB"
-
-
 def harmless(text: str) -> str:
     """Put a space for whatever would steer the terminal or turn the direction of text; line breaks stay."""
     return "".join(letter if letter.isprintable() or letter == "\n" else " " for letter in text)

@@ -11,6 +11,7 @@ from beaconscope.models import TappedModel
 from beaconscope.record.options import RecordOptions
 from beaconscope.selection import select
 from beaconscope.trace import LayerLayout, TraceLayout, disk_bytes, estimate_bytes, free_bytes
+from beaconscope.units import in_bytes
 
 _WORTH_A_HINT = 256 << 20
 
@@ -69,12 +70,12 @@ def make_plan(
     remedy = "fewer --layers or --heads, or --no-values, make it smaller"
     if needed > free:
         raise BeaconScopeError(
-            f"the trace may need {_size(needed)} with its journal, but {folder} has {_size(free)} free; {remedy}"
+            f"the trace may need {in_bytes(needed)} with its journal, but {folder} has {in_bytes(free)} free; {remedy}"
         )
     heads = sum(len(layer.kv_heads) for layer in layout.layers)
     longest = totals.index(max(totals))
     text = (
-        f"The trace takes at most about {_size(size)}: {len(layout.layers)} layers, {heads} KV heads in all, "
+        f"The trace takes at most about {in_bytes(size)}: {len(layout.layers)} layers, {heads} KV heads in all, "
         f"{prompt_lengths[longest]} + {limits[longest]} tokens"
     )
     notes.append(text + (f"; {remedy}." if size > _WORTH_A_HINT else "."))
@@ -144,12 +145,3 @@ def _rotary_limit(tapped: TappedModel, options: RecordOptions) -> int | None:
         return None
     limits = [info.rotary.limit for info in tapped.layers if info.rotary is not None and info.rotary.limit is not None]
     return min(limits, default=None)
-
-
-def _size(size: float) -> str:
-    """Bytes as people read them."""
-    for unit in ("bytes", "KB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.0f} {unit}" if unit == "bytes" or size >= 100 else f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.1f} TB"

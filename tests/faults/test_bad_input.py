@@ -150,9 +150,9 @@ def test_outputs(refused):
 
 def test_no_room_on_the_disk(refused, monkeypatch):
     monkeypatch.setattr(plan, "free_bytes", lambda folder: 10_000)
-    assert "10.0 KB free" in refused(code=1)
+    assert "10 kB free" in refused(code=1)
     Path("many.jsonl").write_text('{"id": "a", "prompt": "b"}')
-    assert "10.0 KB free" in refused("--prompts", "many.jsonl", code=1)
+    assert "10 kB free" in refused("--prompts", "many.jsonl", code=1)
 
 
 @pytest.mark.parametrize(

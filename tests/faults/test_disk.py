@@ -75,7 +75,7 @@ def test_a_disk_that_fills_up_at_the_very_end_loses_nothing(tmp_path):
 
 def test_a_small_disk_is_noticed_before_the_recording_starts(tmp_path):
     with small_disk(tmp_path / "disk", "200k"):
-        with pytest.raises(BeaconScopeError, match=r"has 20\d KB free"):
+        with pytest.raises(BeaconScopeError, match=r"has 20\d kB free"):
             record(tiny_model(), endless_tokenizer(), PROMPT, options(), output=tmp_path / "disk" / "t.parquet")
         assert list((tmp_path / "disk").iterdir()) == []
 

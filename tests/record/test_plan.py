@@ -82,7 +82,7 @@ def test_the_size_that_is_announced_is_about_that_of_the_file(dtype, vector_type
     actual = trace.path.stat().st_size
     assert 0.7 * actual < announced < 1.3 * actual
     (note,) = (note for note in notes if note.startswith("The trace takes at most about"))
-    assert f"{announced / 1e6:.1f} MB: 2 layers, 4 KV heads in all, {len(PROMPT)} + {len(text)} tokens." in note
+    assert f"{announced / 1e6:.3g} MB: 2 layers, 4 KV heads in all, {len(PROMPT)} + {len(text)} tokens." in note
 
 
 def test_a_four_billion_model_at_32k_tokens_is_about_what_the_docs_say():
@@ -99,7 +99,7 @@ def test_what_the_disk_cannot_hold_is_refused_with_the_remedy(tmp_path, monkeypa
     with pytest.raises(BeaconScopeError) as caught:
         record_tiny(tiny_model(), tmp_path, max_new_tokens=4000)
     said = str(caught.value)
-    assert f"{tmp_path} has 100 KB free" in said
+    assert f"{tmp_path} has 100 kB free" in said
     assert "fewer --layers or --heads" in said
     assert list(tmp_path.iterdir()) == []
     # Several traces need more than one.
