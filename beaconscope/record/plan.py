@@ -23,8 +23,6 @@ class Plan:
     layout: TraceLayout
     limits: tuple[int, ...]
     """New tokens of each prompt at most; less than was asked for where the model's context ends."""
-    bytes: int
-    """Estimated size of the largest trace."""
     notes: tuple[str, ...]
     """What the user should know before it starts."""
 
@@ -79,7 +77,7 @@ def make_plan(
         f"{prompt_lengths[longest]} + {limits[longest]} tokens"
     )
     notes.append(text + (f"; {remedy}." if size > _WORTH_A_HINT else "."))
-    return Plan(layout, limits, size, tuple(dict.fromkeys(notes)))
+    return Plan(layout, limits, tuple(dict.fromkeys(notes)))
 
 
 def make_layout(tapped: TappedModel, options: RecordOptions) -> TraceLayout:
