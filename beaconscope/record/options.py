@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from beaconscope.errors import UsageError
-from beaconscope.kv.policies import BeaconKV, Policy
+from beaconscope.kv.policies import BeaconKV, Full, Policy
 
 MOST = (1 << 31) - 1
 """No number of tokens is larger; a seed may not be."""
@@ -91,3 +91,10 @@ class RecordOptions:
             raise UsageError(f"prefill-chunk is {self.prefill_chunk}; give at least 1")
         if not self.think_open or not self.think_close:
             raise UsageError("the think markers must not be empty; give --think-open and --think-close a text")
+
+
+def with_shadow(options: RecordOptions) -> RecordOptions:
+    """The same options, where a ``Full`` cache carries the beacons that run beside it."""
+    if isinstance(options.policy, Full) and options.policy.shadow is None:
+        return replace(options, policy=replace(options.policy, shadow=options.shadow))
+    return options

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from beaconscope.errors import BeaconScopeError
@@ -49,6 +49,8 @@ def make_plan(
     ------
     BeaconScopeError
         When the prompt does not fit into the model's context, or the traces not onto the disk.
+    UsageError
+        For layers or heads that the model does not have.
     """
     layout = make_layout(tapped, options)
     notes: list[str] = []
@@ -104,13 +106,6 @@ def make_layout(tapped: TappedModel, options: RecordOptions) -> TraceLayout:
     # float32 holds what any model computes, and what bfloat16 leaves empty in it compresses to less than float16 takes.
     vector_type = "float32" if options.vector_type == "auto" else options.vector_type
     return TraceLayout(tuple(layers), vector_type, options.hits)
-
-
-def settled_policy(options: RecordOptions) -> RecordOptions:
-    """The same options, where a ``Full`` cache carries its shadow."""
-    if isinstance(options.policy, Full) and options.policy.shadow is None:
-        return replace(options, policy=replace(options.policy, shadow=options.shadow))
-    return options
 
 
 def _fit_context(tapped: TappedModel, options: RecordOptions, prompt: int, forced: int | None, notes: list[str]) -> int:

@@ -30,8 +30,8 @@ from beaconscope.kv.kinds import token_kinds
 from beaconscope.models import TappedModel, tap, token_bytes
 from beaconscope.record.encode import encode_completion, encode_prompt
 from beaconscope.record.generate import Generation
-from beaconscope.record.options import RecordOptions
-from beaconscope.record.plan import Plan, make_plan, settled_policy
+from beaconscope.record.options import RecordOptions, with_shadow
+from beaconscope.record.plan import Plan, make_plan
 from beaconscope.record.prompts import Prompt, names_a_file
 from beaconscope.record.recorder import Recorder
 from beaconscope.trace import HeadBlock, Journal, TokenBlock, Trace, journal_path, load_trace
@@ -251,7 +251,7 @@ class _Job:
         progress: Progress | None,
         note: Note | None,
     ) -> None:
-        self.options = settled_policy(options)
+        self.options = with_shadow(options)
         self._tapped: TappedModel = tap(model)
         self._tokenizer = tokenizer
         self._model_id = model_id or getattr(model.config, "_name_or_path", "") or type(model).__name__
