@@ -27,7 +27,7 @@ from beaconscope.kv.policies import Full, Policy
 from beaconscope.models import TappedModel, cache_argument, tap, token_bytes
 from beaconscope.record.generate import Generation
 from beaconscope.record.options import Sampling
-from beaconscope.record.record import end_tokens, kinds_of_tokens
+from beaconscope.record.vocabulary import end_tokens, kinds_of_tokens
 from beaconscope.trace import Trace, split_phases
 from beaconscope.trace.facts import prefill_passes
 

@@ -27,7 +27,8 @@ from beaconscope.files import lock_now
 from beaconscope.models import LoadedModel, LoadOptions, load_model
 from beaconscope.record.options import RecordOptions
 from beaconscope.record.prompts import Prompt
-from beaconscope.record.record import Note, Progress, find_unfinished, prompt_batches, record_prompts, traces_folder
+from beaconscope.record.record import Note, Progress, record_prompts
+from beaconscope.record.traces import find_unfinished, prompt_batches, traces_folder
 
 _TURN = threading.Lock()
 

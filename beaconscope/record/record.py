@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,14 +26,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from beaconscope.errors import BeaconScopeError, UsageError, no_memory
 from beaconscope.kv.cache import CompressedCache
-from beaconscope.kv.kinds import token_kinds
 from beaconscope.models import TappedModel, tap, token_bytes
 from beaconscope.record.encode import encode_completion, encode_prompt
 from beaconscope.record.generate import Generation
 from beaconscope.record.options import RecordOptions, with_shadow
 from beaconscope.record.plan import Plan, make_plan
-from beaconscope.record.prompts import Prompt, names_a_file
+from beaconscope.record.prompts import Prompt
 from beaconscope.record.recorder import Recorder
+from beaconscope.record.traces import find_unfinished, prompt_batches, traces_folder
+from beaconscope.record.vocabulary import end_tokens, kinds_of_tokens, special_ids
 from beaconscope.trace import HeadBlock, Journal, TokenBlock, Trace, journal_path, load_trace
 
 _LIBRARIES = ("torch", "transformers", "numpy", "pyarrow")
@@ -148,88 +149,6 @@ def record_prompts(
     return [path for path in paths.values() if path.exists()]
 
 
-def find_unfinished(
-    prompts: Sequence[Prompt], folder: Path, *, force: bool, note: Note | None
-) -> tuple[dict[str, Path], list[Prompt]]:
-    """Where the trace of each prompt goes, by its id, and the prompts that have no whole trace there, or all by force.
-
-    Raises
-    ------
-    UsageError
-        For an id that cannot name a file, or two that name the same.
-    BeaconScopeError
-        When a file in a trace's place is none.
-    """
-    paths = _trace_paths(prompts, folder)
-    unfinished = [prompt for prompt in prompts if force or not _is_finished(paths[prompt.id])]
-    if note is not None and len(unfinished) < len(prompts):
-        note(f"{len(prompts) - len(unfinished)} of {len(prompts)} prompts are recorded already and are skipped.")
-    started = [
-        prompt.id for prompt in unfinished if paths[prompt.id].exists() or journal_path(paths[prompt.id]).exists()
-    ]
-    if note is not None and started:
-        note(f"Recorded anew, over what is there of them: {', '.join(started)}.")
-    return paths, unfinished
-
-
-def _trace_paths(prompts: Sequence[Prompt], folder: Path) -> dict[str, Path]:
-    """Where the trace of each prompt goes, by its id."""
-    paths: dict[str, Path] = {}
-    taken: set[str] = set()
-    for prompt in prompts:
-        if not names_a_file(prompt.id):
-            raise UsageError(
-                f"the prompt id {prompt.id!r} cannot name a file; use letters, digits, dots, dashes and underscores"
-            )
-        # Two ids that differ in case alone would be one file on some disks.
-        if prompt.id.casefold() in taken:
-            raise UsageError(f"two prompts have the id {prompt.id!r}; give every prompt its own")
-        taken.add(prompt.id.casefold())
-        paths[prompt.id] = folder / f"{prompt.id}.parquet"
-    return paths
-
-
-def _is_finished(path: Path) -> bool:
-    """Whether a whole trace is there; an interrupted one is not, and neither is a journal."""
-    if not path.exists():
-        return False
-    try:
-        return load_trace(path).whole
-    except BeaconScopeError as error:
-        raise BeaconScopeError(f"{error}; or give --force to replace what is there") from error
-
-
-@contextmanager
-def traces_folder(path: Path) -> Iterator[None]:
-    """Make a folder; where it was not there before, leave none behind that holds nothing."""
-    made = not path.exists()
-    try:
-        path.mkdir(exist_ok=True)
-    except OSError as error:
-        raise BeaconScopeError(f"cannot make the folder {path} ({error.strerror}); give another output") from error
-    try:
-        yield
-    finally:
-        if made:
-            with suppress(OSError):
-                path.rmdir()
-
-
-def prompt_batches(prompts: Sequence[Prompt], size: int) -> Iterator[list[Prompt]]:
-    """Prompts that run together: ``size`` of them at most, and one with a completion of its own alone."""
-    together: list[Prompt] = []
-    for prompt in prompts:
-        if prompt.completion is not None:
-            yield [prompt]
-            continue
-        together.append(prompt)
-        if len(together) == size:
-            yield together
-            together = []
-    if together:
-        yield together
-
-
 @dataclass(frozen=True)
 class _Text:
     """What one journal is told of its text."""
@@ -322,7 +241,7 @@ class _Job:
             },
             "tokenizer": {
                 "id": self._model_id,
-                "special_ids": sorted(_special_ids(self._tokenizer)),
+                "special_ids": sorted(special_ids(self._tokenizer)),
             },
             "rotary": rotary,
             "attention": attention,
@@ -483,28 +402,6 @@ class _Run:
             },
             "peak_memory": _peak_memory(self._device) | {"cache": self.cache.nbytes},
         }
-
-
-def _special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """Ids of the tokens that stand for no text of their own."""
-    added = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
-    return added | set(tokenizer.all_special_ids)
-
-
-def kinds_of_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
-    """The kind of every token of the model's vocabulary, uint8 [V]."""
-    embeddings = model.get_input_embeddings().weight
-    assert isinstance(embeddings, torch.Tensor)
-    size = embeddings.shape[0]
-    special = {index for index in _special_ids(tokenizer) if index < size}
-    return token_kinds(token_bytes(tokenizer, range(size)), special)
-
-
-def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Ids that end a text: the model's own and the tokenizer's."""
-    of_model = model.generation_config.eos_token_id if model.generation_config is not None else None
-    ends = of_model if isinstance(of_model, list) else [of_model]
-    return frozenset(int(end) for end in [*ends, tokenizer.eos_token_id] if end is not None)
 
 
 def _peak_memory(device: torch.device) -> dict[str, int]:
