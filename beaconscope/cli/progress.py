@@ -6,14 +6,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as ProgressBar
 from rich.text import Text
 
-from beaconscope.cli.terminal import Report, printable
+from beaconscope.cli.terminal import printable
+from beaconscope.progress import Progress
 
 
 @contextmanager
-def progress_bar(what: str, unit: str, *, shown: bool) -> Iterator[Report]:
+def progress_bar(what: str, unit: str, *, shown: bool) -> Iterator[Progress]:
     """Show a bar on stderr while the block runs; nothing where stderr is no terminal or it is not ``shown``."""
     console = Console(stderr=True)
     columns = (
@@ -24,11 +26,11 @@ def progress_bar(what: str, unit: str, *, shown: bool) -> Iterator[Report]:
         _Rate(unit),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=console, transient=True, disable=not (shown and console.is_terminal)) as progress:
-        task = progress.add_task(printable(what), total=None)
+    with ProgressBar(*columns, console=console, transient=True, disable=not (shown and console.is_terminal)) as bar:
+        task = bar.add_task(printable(what), total=None)
 
         def report(done: int, total: int | None) -> None:
-            progress.update(task, completed=done, total=total)
+            bar.update(task, completed=done, total=total)
 
         yield report
 

@@ -9,19 +9,13 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-
-class Report(Protocol):
-    """Told how far the work is, as often as it likes."""
-
-    def __call__(self, done: int, total: int | None) -> None:
-        """``done`` of ``total`` units are done; None where the total is not known."""
+from beaconscope.progress import Progress
 
 
 @dataclass(frozen=True)
@@ -67,7 +61,7 @@ class Terminal:
             grid.add_row(Text(name), Text(value))
         console.print(grid)
 
-    def progress(self, what: str, unit: str) -> AbstractContextManager[Report]:
+    def progress(self, what: str, unit: str) -> AbstractContextManager[Progress]:
         """Show a bar with rate and time left on stderr while the block runs; nothing where stderr is no terminal."""
         # Here, because it costs --help a tenth of its time.
         from beaconscope.cli.progress import progress_bar

@@ -11,7 +11,7 @@ The full cache is what the others are held against, not the recording: that may 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import zip_longest
 from typing import Any
@@ -25,6 +25,7 @@ from beaconscope.errors import BeaconScopeError
 from beaconscope.kv.cache import CompressedCache
 from beaconscope.kv.policies import Full, Policy
 from beaconscope.models import TappedModel, cache_argument, tap, token_bytes
+from beaconscope.progress import Progress
 from beaconscope.record.generate import Generation
 from beaconscope.record.options import Sampling
 from beaconscope.record.vocabulary import end_tokens, kinds_of_tokens
@@ -86,7 +87,7 @@ def check_live(
     tokenizer: PreTrainedTokenizerBase,
     trace: Trace,
     policies: Sequence[Policy],
-    progress: Callable[[int, int | None], None] | None = None,
+    progress: Progress | None = None,
 ) -> list[LiveCheck]:
     """Run the text of ``trace`` under the full cache and under each of ``policies``.
 
@@ -143,7 +144,7 @@ class _Runs:
         prompt: list[int],
         generated: int,
         policies: Sequence[Policy],
-        progress: Callable[[int, int | None], None],
+        progress: Progress,
     ) -> None:
         self._tapped = tapped
         self._tokenizer = tokenizer

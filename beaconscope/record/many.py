@@ -25,9 +25,10 @@ from beaconscope.engines import Engine, WorkersDied, check_engine, run_tasks
 from beaconscope.errors import BeaconScopeError, UsageError
 from beaconscope.files import lock_now
 from beaconscope.models import LoadedModel, LoadOptions, load_model
+from beaconscope.progress import Note, Progress
 from beaconscope.record.options import RecordOptions
 from beaconscope.record.prompts import Prompt
-from beaconscope.record.record import Note, Progress, record_prompts
+from beaconscope.record.record import record_prompts
 from beaconscope.record.traces import find_unfinished, prompt_batches, traces_folder
 
 _TURN = threading.Lock()

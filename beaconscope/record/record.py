@@ -14,11 +14,11 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from beaconscope.errors import BeaconScopeError, UsageError, no_memory
 from beaconscope.kv.cache import CompressedCache
 from beaconscope.models import TappedModel, tap, token_bytes
+from beaconscope.progress import Note, Progress
 from beaconscope.record.encode import encode_completion, encode_prompt
 from beaconscope.record.generate import Generation
 from beaconscope.record.options import RecordOptions, with_shadow
@@ -38,17 +39,6 @@ from beaconscope.record.vocabulary import end_tokens, kinds_of_tokens, special_i
 from beaconscope.trace import HeadBlock, Journal, TokenBlock, Trace, journal_path, load_trace
 
 _LIBRARIES = ("torch", "transformers", "numpy", "pyarrow")
-
-
-class Progress(Protocol):
-    """Told how far a recording is."""
-
-    def __call__(self, done: int, total: int | None) -> None:
-        """``done`` of at most ``total`` new tokens are there."""
-
-
-Note = Callable[[str], None]
-"""Told, in a sentence, what the user should know."""
 
 
 def record(
@@ -81,7 +71,7 @@ def record(
     model_id, revision
         Kept in the trace; default to what the model says of itself.
     progress, note
-        Told how far it is, and what is worth knowing.
+        Told how many new tokens are there, of how many at most, and what is worth knowing.
 
     Returns
     -------

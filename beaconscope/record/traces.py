@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from beaconscope.errors import BeaconScopeError, UsageError
+from beaconscope.progress import Note
 from beaconscope.record.prompts import Prompt, names_a_file
 from beaconscope.trace import journal_path, load_trace
 
 
 def find_unfinished(
-    prompts: Sequence[Prompt], folder: Path, *, force: bool, note: Callable[[str], None] | None
+    prompts: Sequence[Prompt], folder: Path, *, force: bool, note: Note | None
 ) -> tuple[dict[str, Path], list[Prompt]]:
     """Where the trace of each prompt goes, by its id, and the prompts that have no whole trace there, or all by force.
 

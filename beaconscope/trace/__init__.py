@@ -1,6 +1,5 @@
 """The trace: a recording on disk, written through a journal and read head by head. Knows no model."""
 
-from beaconscope.trace.finalize import Progress
 from beaconscope.trace.folder import journal_path
 from beaconscope.trace.info import summarize
 from beaconscope.trace.journal import Journal, check_no_journal
@@ -32,7 +31,6 @@ __all__ = [
     "Journal",
     "LayerLayout",
     "Phase",
-    "Progress",
     "TokenBlock",
     "Trace",
     "TraceLayout",

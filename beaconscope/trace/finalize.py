@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 
 from beaconscope.errors import BeaconScopeError
 from beaconscope.files import os_reason, remedy, replace_synced
+from beaconscope.progress import Progress
 from beaconscope.trace.encode import rows_per_group
 from beaconscope.trace.folder import JournalFolder
 from beaconscope.trace.footer import seal
@@ -22,9 +23,6 @@ from beaconscope.trace.metadata import METADATA_KEY, dump_metadata, layout_to_js
 from beaconscope.trace.phases import split_phases
 from beaconscope.trace.schema import LayerLayout, TraceLayout, journal_schema, parquet_schema
 from beaconscope.trace.stream import LayerIndex, read_tokens, scan_layer
-
-Progress = Callable[[int, int], None]
-"""Told the rows written so far and the rows in all."""
 
 # Level 1 is both the fastest and, on byte-stream split vectors, no larger than 3 or 9 (docs/trace-format.md, Size).
 _ZSTD_LEVEL = 1

@@ -18,8 +18,9 @@ import numpy as np
 
 from beaconscope.errors import BeaconScopeError
 from beaconscope.files import os_reason, remedy
+from beaconscope.progress import Progress
 from beaconscope.trace.encode import HeadEncoder, encode_tokens
-from beaconscope.trace.finalize import Progress, Refused, scan, write_trace
+from beaconscope.trace.finalize import Refused, scan, write_trace
 from beaconscope.trace.folder import JournalFolder, journal_path
 from beaconscope.trace.metadata import check_layout, check_types, layout_to_json, plain
 from beaconscope.trace.schema import (

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from beaconscope.errors import BeaconScopeError
-from beaconscope.trace.finalize import Progress, Refused, scan, write_trace
+from beaconscope.progress import Progress
+from beaconscope.trace.finalize import Refused, scan, write_trace
 from beaconscope.trace.folder import SUFFIX, JournalFolder, journal_path
 from beaconscope.trace.journal import check_target
 from beaconscope.trace.reader import load_trace
