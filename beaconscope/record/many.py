@@ -89,7 +89,7 @@ def record_with_workers(
         load = replace(load, model=str(local.absolute()))
     run = uuid.uuid4().hex
     tasks = {
-        batch[0].id: _Batch(load, tuple(batch), options, folder, batch_size, run)
+        batch[0].id: _Batch(load, tuple(batch), options, folder, run)
         for batch in prompt_batches(unfinished, batch_size)
     }
     report = progress or (lambda done, total: None)
@@ -121,7 +121,6 @@ class _Batch:
     prompts: tuple[Prompt, ...]
     options: RecordOptions
     folder: Path
-    batch_size: int
     run: str
 
     def __call__(self) -> list[str]:
@@ -136,7 +135,7 @@ class _Batch:
                 self.prompts,
                 self.options,
                 folder=self.folder,
-                batch_size=self.batch_size,
+                batch_size=len(self.prompts),
                 force=True,
                 model_id=worker.loaded.id,
                 revision=worker.loaded.revision,
