@@ -229,6 +229,12 @@ def test_each_worker_has_a_gpu_of_its_own(tmp_path, monkeypatch):
     assert claim_gpu("run", 2, tmp_path)[0] == 0
 
 
+def test_a_part_of_a_gpu_is_taken_by_its_name(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-GPU-8f6a/1/0, MIG-GPU-8f6a/2/0")
+    first, second = (claim_gpu("run", 2, tmp_path) for _ in range(2))
+    assert (first[0], second[0]) == (0, 1)
+
+
 @pytest.mark.parametrize("engine", ["dask", "ray"])
 @pytest.mark.parametrize("address", ["127.0.0.1:9", "tcp://127.0.0.1:9"])
 def test_a_cluster_that_does_not_answer_is_said_at_once(engine, address, jobs):

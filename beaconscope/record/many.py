@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO
+from urllib.parse import quote
 
 import torch
 
@@ -196,7 +197,8 @@ def claim_gpu(run: str, count: int, folder: Path | None = None) -> tuple[int, IO
     for index in range(count):
         # Processes that see different GPUs under the same index do not get into each other's way.
         name = visible[index] if index < len(visible) and visible[index] else str(index)
-        path = folder / f"beaconscope-{run}-{name}.lock"
+        # That of a part of a GPU may hold slashes.
+        path = folder / f"beaconscope-{run}-{quote(name.strip(), safe='')}.lock"
         file = path.open("ab")
         try:
             lock_now(file)
