@@ -253,11 +253,11 @@ def _check_answers(what: str, address: str, port: int, command: str) -> None:
     host, _, given = place.rpartition(":")
     if not host:
         host, given = place, str(port)
-    if not given.isdigit():
+    if not (given.isascii() and given.isdigit() and len(given) <= 5):
         raise BeaconScopeError(f"the address {address} is none; give one such as tcp://head:{port}")
     try:
         socket.create_connection((host.strip("[]"), int(given)), timeout=_ANSWER_SECONDS).close()
-    except (OSError, OverflowError) as error:
+    except (OSError, OverflowError, UnicodeError) as error:  # the last where a host cannot be one
         raise _nobody(what, address, command) from error
 
 

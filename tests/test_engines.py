@@ -243,3 +243,21 @@ def test_a_cluster_that_does_not_answer_is_said_at_once(engine, address, jobs):
     with pytest.raises(BeaconScopeError, match=rf"no {engine.title()} \w+ answers at {address}; start one"):
         sweep(jobs, engine=engine, address=address)
     assert time.monotonic() - started < 30  # an import of Ray is in it
+
+
+@pytest.mark.parametrize("engine", ["dask", "ray"])
+@pytest.mark.parametrize(
+    ("address", "says"),
+    [
+        ("head:eighty", "is none; give one such as tcp://head:"),
+        ("head:\N{SUPERSCRIPT TWO}", "is none; give one such as tcp://head:"),
+        ("head:" + "9" * 5000, "is none; give one such as tcp://head:"),
+        ("127.0.0.1:99999", "answers at"),
+        ("no..host:80", "answers at"),
+        ("x" * 70 + ":80", "answers at"),
+    ],
+)
+def test_an_address_that_is_none_is_refused_in_one_line(engine, address, says, jobs):
+    pytest.importorskip({"dask": "distributed"}.get(engine, engine))
+    with pytest.raises(BeaconScopeError, match=says):
+        sweep(jobs, engine=engine, address=address)
