@@ -120,9 +120,7 @@ def _processes(tasks: Mapping[str, Callable[[], T]], workers: int) -> Iterator[t
                     deaths[name] += 1
                     waiting[name] = waiting.pop(name)
                     if deaths[name] == _DEATHS:
-                        raise WorkersDied(
-                            f"{_DEATHS} workers died of one task, perhaps for want of memory; give fewer --jobs"
-                        ) from error
+                        raise _died_of_one_task("give fewer --jobs") from error
 
 
 def _named(name: str, task: Callable[[], T]) -> tuple[str, T]:
@@ -160,9 +158,7 @@ def _dask(tasks: Mapping[str, Callable[[], T]], workers: int, address: str | Non
                 try:
                     result = future.result()
                 except KilledWorker as error:
-                    raise WorkersDied(
-                        f"{_DEATHS} workers died of one task, perhaps for want of memory; give them more of it"
-                    ) from error
+                    raise _died_of_one_task("give them more of it") from error
                 yield names[future], result
                 future.release()
         finally:
@@ -188,7 +184,7 @@ def _ray(
         count = workers if address is None else max(1, int(resources["GPU" if wants_gpu else "CPU"]))
         kind = ray.remote(num_cpus=1, num_gpus=1 if wants_gpu else 0)(_Worker)
         waiting = list(tasks.items())[::-1]
-        tries = dict.fromkeys(tasks, 0)
+        deaths = dict.fromkeys(tasks, 0)
         running: dict[Any, tuple[Any, str, Callable[[], T]]] = {}
         idle = [kind.remote() for _ in range(min(count, len(tasks)))]
         while waiting or running:
@@ -200,11 +196,9 @@ def _ray(
             try:
                 result = ray.get(ready)
             except RayActorError as error:
-                tries[name] += 1
-                if tries[name] == _DEATHS:
-                    raise WorkersDied(
-                        f"{_DEATHS} workers died of one task, perhaps for want of memory; give them more of it"
-                    ) from error
+                deaths[name] += 1
+                if deaths[name] == _DEATHS:
+                    raise _died_of_one_task("give them more of it") from error
                 waiting.append((name, task))
                 idle.append(kind.remote())
                 continue
@@ -263,3 +257,7 @@ def _check_answers(what: str, address: str, port: int, command: str) -> None:
 
 def _nobody(what: str, address: str, command: str) -> BeaconScopeError:
     return BeaconScopeError(f"no {what} answers at {address}; start one ({command}) or correct --address")
+
+
+def _died_of_one_task(remedy: str) -> WorkersDied:
+    return WorkersDied(f"{_DEATHS} workers died of one task, perhaps for want of memory; {remedy}")
