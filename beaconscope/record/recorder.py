@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from beaconscope.kv.beacons import BeaconChanged
+from beaconscope.kv.beacons import BeaconTracker
 from beaconscope.kv.cache import CompressedCache
 from beaconscope.kv.layer import Compression
 from beaconscope.kv.step import AttentionStep
@@ -73,8 +73,8 @@ class Recorder:
         self._window = local_window
         self._write = write
         self._waiting: dict[tuple[int, int], _Waiting] = {}
-        self._members: dict[int, list[int]] = {}
-        self._copied: list[tuple[int, list[int], HeadCopy]] = []
+        self._rows: dict[int, list[int]] = {}  # of the batch, in each lane
+        self._copied: list[tuple[list[int], _HeadCopy]] = []
 
     def wants(self, layer: int) -> bool:
         """Whether the layer is recorded."""
@@ -82,9 +82,9 @@ class Recorder:
 
     def attended(self, layer: int, lane: int, step: AttentionStep) -> None:
         """Take what is wanted of a step."""
-        if lane not in self._members:
+        if lane not in self._rows:
             rows = range(step.query.shape[0]) if step.rows is None else step.rows.tolist()
-            self._members[lane] = list(rows)
+            self._rows[lane] = list(rows)
         waiting = self._waiting.setdefault((layer, lane), _Waiting())
         # A sliding layer forgets by itself, so that a later step does not attend to all that an earlier one did.
         if step.tokens == 1 and step.window is None:
@@ -179,24 +179,25 @@ class Recorder:
             if not waiting.captured:
                 continue
             lanes = cache.lanes_of(layer)
-            tracker = getattr(lanes[lane].state, "tracker", None) if lanes else None
-            copy = HeadCopy(self._layers[layer], waiting.captured, waiting.compressions, tracker)
-            self._copied.append((layer, self._members[lane], copy))
+            # Not every policy has one.
+            tracker: BeaconTracker | None = getattr(lanes[lane].state, "tracker", None) if lanes else None
+            copy = _HeadCopy(self._layers[layer], waiting.captured, waiting.compressions, tracker)
+            self._copied.append((self._rows[lane], copy))
         self._waiting.clear()
-        if not any(copy.on_device for _, _, copy in self._copied):
+        if not any(copy.on_device for _, copy in self._copied):
             self.hand_over(lengths)
 
     def hand_over(self, lengths: Sequence[int] | None = None) -> None:
         """Write the blocks that have been copied."""
         copied, self._copied = self._copied, []
-        for _, members, copy in copied:
-            for index, row in enumerate(members):
+        for rows, copy in copied:
+            for index, row in enumerate(rows):
                 block = copy.block(index, None if lengths is None else lengths[row])
                 if block is not None:
                     self._write(row, block)
 
 
-class HeadCopy:
+class _HeadCopy:
     """What one drain takes of one lane in one layer, on its way to the host."""
 
     def __init__(
@@ -204,7 +205,7 @@ class HeadCopy:
         layer: LayerLayout,
         captured: Sequence[_Captured],
         compressions: Sequence[Compression],
-        tracker: object,
+        tracker: BeaconTracker | None,
     ) -> None:
         self._layer = layer
         self.first_position = captured[0].first_position
@@ -226,26 +227,32 @@ class HeadCopy:
             (done.position, _to_host(_heads_of(done.positions, heads)), _to_host(_heads_of(done.kept, heads)))
             for done in compressions
         ]
-        self._assigned: tuple[Tensor, Tensor] | None = None
+        self._assigned: tuple[Tensor, Tensor] | None = None  # beacon and similarity, each [R, H, G, T]
+        # Position, source [R, H, G, K], members of the K' former ones [R, H, G, K'], vector [R, H, G, K, D].
         self._changes: list[tuple[int, Tensor, Tensor, Tensor]] = []
-        assignments = getattr(tracker, "assignments", None)
-        if assignments:
-            beacon = torch.cat([part.beacon for part in assignments], dim=-1)[:, heads]
-            similarity = torch.cat([part.similarity for part in assignments], dim=-1)[:, heads]
-            self._assigned = (_to_host(beacon.to(torch.int16)), _to_host(similarity))
-            assignments.clear()
-        changes: list[BeaconChanged] = getattr(tracker, "changes", [])
-        for change in changes:
-            source = change.beacons.source[:, heads]
-            # A centroid has no source; its vector says where it is. One kind of selector makes all beacons.
-            vector = change.beacons.vector[:, heads]
-            self._changes.append(
-                (change.position, _to_host(source), _to_host(change.members[:, heads]), _to_host(vector))
-            )
-        changes.clear()
+        if tracker is not None:
+            self._take_beacons(tracker, heads)
         self._done = torch.cuda.Event() if self.on_device else None  # type: ignore[no-untyped-call]
         if self._done is not None:
             self._done.record(torch.cuda.current_stream(captured[0].query.device))
+
+    def _take_beacons(self, tracker: BeaconTracker, heads: list[int]) -> None:
+        """Take what a tracker has noted since the last drain."""
+        if tracker.assignments:
+            beacon = torch.cat([part.beacon for part in tracker.assignments], dim=-1)[:, heads]
+            similarity = torch.cat([part.similarity for part in tracker.assignments], dim=-1)[:, heads]
+            self._assigned = (_to_host(beacon.to(torch.int16)), _to_host(similarity))
+            tracker.assignments.clear()
+        for change in tracker.changes:
+            self._changes.append(
+                (
+                    change.position,
+                    _to_host(change.beacons.source[:, heads]),
+                    _to_host(change.members[:, heads]),
+                    _to_host(change.beacons.vector[:, heads]),
+                )
+            )
+        tracker.changes.clear()
 
     def block(self, row: int, length: int | None) -> HeadBlock | None:
         """The block of the ``row``-th sequence of the lane, cut at ``length`` tokens; None where nothing is left."""
@@ -303,6 +310,7 @@ class HeadCopy:
                 former = np.zeros((g, k), np.int32)
                 former[:, : members.shape[-1]] = members[row, index].numpy()
                 at = source[row, index].reshape(-1).numpy().astype(np.int32)
+                # A centroid has no source; its vector says where it is. One kind of selector makes all beacons.
                 centroids = bool((at < 0).any())
                 found.append(
                     BeaconChange(
