@@ -96,7 +96,7 @@ class Generation:
             [[0] * missing + [1] * len(prompt) for missing, prompt in zip(padding, prompts, strict=True)],
             device=self._device,
         )
-        self._lengths = torch.tensor([len(prompt) for prompt in prompts], device=self._device)  # [B]
+        self._prompt_lengths = torch.tensor([len(prompt) for prompt in prompts], device=self._device)  # [B]
         self._draw = _Draw(sampling, self._ids, self._mask)
         self._unsettled: list[tuple[Tensor, Tensor, Tensor]] = []  # tokens, logprob, entropy, each [B]
         self.written = [Written() for _ in prompts]
@@ -130,7 +130,7 @@ class Generation:
         for step in range(1, max(self._limits) + 1):
             token = self._draw(self._logits)
             self._note(token, self._logits)
-            position = (self._lengths + step - 1)[:, None]
+            position = (self._prompt_lengths + step - 1)[:, None]
             self._logits = self._forward(token[:, None], position, self._columns + step)[:, -1]
             if not queues:
                 self._settle()
@@ -152,7 +152,7 @@ class Generation:
         while start < len(forced):
             count = min(self._cache.room(), _FORCED_AT_ONCE, len(forced) - start)
             part = ids[:, start : start + count]
-            position = self._lengths[:, None] + torch.arange(start, start + count, device=self._device)
+            position = self._prompt_lengths[:, None] + torch.arange(start, start + count, device=self._device)
             after = self._forward(part, position, self._columns + start + count, every=True)  # [1, count, V]
             before = torch.cat([self._logits[:, None], after[:, :-1]], dim=1)
             for index in range(count):
