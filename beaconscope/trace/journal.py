@@ -361,11 +361,11 @@ class _Writer:
 
     def _write(self, stream: int, block: TokenBlock | HeadBlock) -> None:
         if isinstance(block, TokenBlock):
-            self._streams[stream].write([encode_tokens(block)])
+            self._streams[stream].write(encode_tokens(block))
             self.written[stream] = block.first_position + len(block.token_id)
         else:
             for batch in self._encoders[stream].encode(block):
-                self._streams[stream].write([batch])
+                self._streams[stream].write(batch)
             self.written[stream] = block.first_position + len(block.query)
 
 

@@ -28,16 +28,15 @@ class StreamWriter:
         self._file = open(path, "xb", buffering=0)  # noqa: SIM115 - held as long as the recording runs
         self._write(schema.serialize())
 
-    def write(self, batches: Sequence[pa.RecordBatch]) -> None:
-        """Hand batches to the operating system.
+    def write(self, batch: pa.RecordBatch) -> None:
+        """Hand a batch to the operating system.
 
         Raises
         ------
         OSError
-            Where it does not take them all.
+            Where it does not take all of it.
         """
-        for batch in batches:
-            self._write(batch.serialize())
+        self._write(batch.serialize())
 
     def close(self, *, whole: bool) -> None:
         """Close the file, with the mark of the stream's end where it is ``whole``."""

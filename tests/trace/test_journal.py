@@ -227,9 +227,9 @@ def test_the_queue_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     moving = threading.Event()
     write = StreamWriter.write
 
-    def slow_write(self: StreamWriter, batches: list[pa.RecordBatch]) -> None:
+    def slow_write(self: StreamWriter, batch: pa.RecordBatch) -> None:
         moving.wait(10)
-        write(self, batches)
+        write(self, batch)
 
     monkeypatch.setattr(StreamWriter, "write", slow_write)
     layout = TraceLayout((LayerLayout(0, (0,), 1, 64, 64),), "float32", 1)
