@@ -26,14 +26,12 @@ from beaconscope.trace.vectors import to_vector_type
 
 GROUP_BYTES = 4 << 20
 """About how large a row group, and at most how large a batch of the journal, is in memory."""
+_NUMBERS = ("beacon", "beacon_similarity", "mass_sink", "mass_local", "mass_distant", "hit_position", "hit_mass")
 
 
 def rows_per_group(layer: LayerLayout, layout: TraceLayout) -> int:
     """Rows of a row group: about `GROUP_BYTES`, but neither a handful of rows nor more than 2048."""
     return min(max(GROUP_BYTES // row_bytes(layer, layout), 256), 2048)
-
-
-_NUMBERS = ("beacon", "beacon_similarity", "mass_sink", "mass_local", "mass_distant", "hit_position", "hit_mass")
 
 
 def encode_tokens(block: TokenBlock) -> pa.RecordBatch:
