@@ -6,7 +6,8 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypedDict
+from types import UnionType
+from typing import Any, TypedDict, get_args, get_origin, get_type_hints
 
 import numpy as np
 
@@ -17,7 +18,10 @@ METADATA_KEY = b"beaconscope"
 
 
 class TraceMetadata(TypedDict, total=False):
-    """The keys of a trace's metadata. ``docs/trace-format.md`` is their specification; others may be added."""
+    """The keys of a trace's metadata, with the types that a reader insists on; others may be added.
+
+    ``docs/trace-format.md`` is their specification.
+    """
 
     format_version: str
     """``major.minor``; written by the journal."""
@@ -33,11 +37,22 @@ class TraceMetadata(TypedDict, total=False):
     model: dict[str, Any]
     """``id``, ``revision``, ``config``, ``dtype``, ``parameters``."""
     tokenizer: dict[str, Any]
-    """``id``."""
+    """``id``, ``special_ids``."""
     rotary: dict[str, Any]
-    """Per layer type, enough to undo and redo RoPE without the model."""
+    """``kinds``, ``layers``: enough to undo and redo RoPE without the model."""
+    attention: dict[str, Any]
+    """By layer: ``scaling``, ``softcap``, ``sink_logit``, ``window``, ``kv_heads``."""
+    shared_layers: list[int]
+    """Layers whose heads share one stored entry (latent attention)."""
+    prefill_passes: list[int]
+    """Tokens of each forward pass of the prompt."""
+    ended: bool
+    """The model ended the text by itself."""
     prompt: str
     """As the user gave it, before the chat template."""
+    prompt_id: str | None
+    right_answer: str | None
+    """Of one of many prompts, where given."""
     text: str
     """Prompt and generation as the model saw them."""
     prompt_length: int
@@ -59,34 +74,13 @@ class TraceMetadata(TypedDict, total=False):
     """``everything``, or ``what the cache held``: over what hits and masses are taken."""
 
 
-_TYPES: dict[str, tuple[type, ...]] = {
-    "format_version": (str,),
-    "recording_id": (str,),
-    "layout": (dict,),
-    "created": (str,),
-    "whole": (bool,),
-    "cut_reason": (str, type(None)),
-    "model": (dict,),
-    "tokenizer": (dict,),
-    "rotary": (dict,),
-    "prompt": (str,),
-    "text": (str,),
-    "prompt_length": (int,),
-    "think_open": (str,),
-    "think_close": (str,),
-    "options": (dict,),
-    "policy": (dict,),
-    "versions": (dict,),
-    "device": (str,),
-    "timings": (dict,),
-    "peak_memory": (dict,),
-    "attention_over": (str,),
-    "ended": (bool,),
-    "right_answer": (str, type(None)),
-    "attention": (dict,),
-    "prefill_passes": (list,),
-    "shared_layers": (list,),
-}
+def _kinds(hint: Any) -> tuple[type, ...]:
+    """The types that ``isinstance`` can tell of a hint such as ``dict[str, Any]`` or ``str | None``."""
+    parts = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+    return tuple(get_origin(part) or part for part in parts)
+
+
+_TYPES = {key: _kinds(hint) for key, hint in get_type_hints(TraceMetadata).items()}
 # Of what is shown or computed with. Of a model something may not be known, which is null.
 _INNER: dict[str, dict[str, tuple[type, ...]]] = {
     "model": {"id": (str,), "revision": (str,), "dtype": (str,), "parameters": (int,), "config": (dict,)},
