@@ -273,8 +273,9 @@ def record(
         path = out.trace_path(output, prompt, force=force)
         check_no_journal(path, force=force)
     else:
-        many = read_prompts(prompts or "-")
-        path = out.traces_folder(output, prompts or "-")
+        assert prompts is not None
+        many = read_prompts(prompts)
+        path = out.traces_folder(output, prompts)
 
     if spread:
         with terminal.progress("Recording", "prompts") as report:

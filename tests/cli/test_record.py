@@ -140,6 +140,13 @@ def test_a_text_that_cannot_be_read_is_refused_before_the_model_loads(run, here,
     assert sorted(here.iterdir()) == before
 
 
+@pytest.mark.parametrize("option", ["--prompt", "--prompts"])
+def test_an_empty_name_is_no_stdin(run, here, option):
+    result = run("record", "--model", "no/such-model", option, "", stdin=b'{"id": "a", "prompt": "b"}')
+    assert result.exit_code == 1
+    assert "is a folder; give a file" in result.stderr
+
+
 def test_an_output_that_exists_is_refused_before_the_model_loads_and_kept(run, here):
     Path("plan.parquet").write_bytes(b"precious")
     result = run("record", "--model", "no/such-model", "--prompt", "plan.txt")
