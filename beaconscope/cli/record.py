@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from beaconscope.cli import output as out
+from beaconscope.cli.errors import INTERRUPTED
 from beaconscope.cli.options import Force, Json, Output, Quiet, Verbose, Version
 from beaconscope.cli.terminal import Terminal, quieten_libraries
 from beaconscope.engines import check_engine
@@ -23,8 +24,6 @@ GENERATION = "Generation"
 CACHE = "KV cache"
 TRACE = "Trace"
 WORKERS = "Many prompts at once"
-
-INTERRUPTED = 130
 
 # Options of a policy default to None, which leaves the default to the policy; help shows that of BeaconKV.
 
