@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from beaconscope.cli import output as out
-from beaconscope.cli.options import Force, Json, Output, Quiet, Verbose, Version
+from beaconscope.cli.options import Force, Heads, Json, Layers, Output, Quiet, Verbose, Version
 from beaconscope.cli.terminal import Terminal, quieten_libraries
 from beaconscope.errors import UsageError
 
@@ -23,10 +23,8 @@ def analyze(
     traces: Annotated[
         list[Path], typer.Argument(readable=False, metavar="TRACE...", help="A trace; several are compared.")
     ],
-    layers: Annotated[
-        str, typer.Option(help="Layers: all, 0,8,16 or 0-8:2.", rich_help_panel=WHAT, metavar="LIST")
-    ] = "all",
-    heads: Annotated[str, typer.Option(help="KV heads, likewise.", rich_help_panel=WHAT, metavar="LIST")] = "all",
+    layers: Layers = "all",
+    heads: Heads = "all",
     over: Annotated[
         str,
         typer.Option(

@@ -8,14 +8,14 @@ from typing import Annotated
 import typer
 
 from beaconscope.cli import output as out
-from beaconscope.cli.options import Force, Quiet, Verbose, Version
+from beaconscope.cli.options import Force, Quiet, TraceFile, Verbose, Version
 from beaconscope.cli.report import check_inputs, read_subjects
 from beaconscope.cli.terminal import Terminal, quieten_libraries
 from beaconscope.errors import BeaconScopeError
 
 
 def figures(
-    trace: Annotated[Path, typer.Argument(readable=False, metavar="TRACE", help="A trace.")],
+    trace: TraceFile,
     analysis: Annotated[
         Path | None, typer.Option(readable=False, metavar="FILE", help="From `analyze -o FILE`. Default: analyze now.")
     ] = None,

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from json import dumps
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
 from beaconscope.cli import output as out
-from beaconscope.cli.options import Json, Quiet, Verbose, Version
+from beaconscope.cli.options import Json, Quiet, TraceFile, Verbose, Version
 from beaconscope.cli.terminal import Terminal, printable
 from beaconscope.units import in_bytes
 
@@ -18,7 +17,7 @@ _PROMPT_SHOWN = 300
 
 
 def info(
-    trace: Annotated[Path, typer.Argument(readable=False, metavar="TRACE", help="A trace.")],
+    trace: TraceFile,
     json: Json = False,
     quiet: Quiet = False,
     verbose: Verbose = False,

@@ -7,7 +7,11 @@ from typing import Annotated
 
 import typer
 
+from beaconscope import engines
+
 COMMON = "Common options"
+HEADS = "Layers and heads"
+WORKERS = "Workers"
 
 
 def _print_version(wanted: bool) -> None:
@@ -37,4 +41,15 @@ Version = Annotated[
         is_eager=True,
         rich_help_panel=COMMON,
     ),
+]
+
+TraceFile = Annotated[Path, typer.Argument(readable=False, metavar="TRACE", help="A trace.")]
+Layers = Annotated[str, typer.Option(metavar="LIST", help="Layers: all, 0,8,16 or 0-8:2.", rich_help_panel=HEADS)]
+Heads = Annotated[str, typer.Option(metavar="LIST", help="KV heads, likewise.", rich_help_panel=HEADS)]
+Engine = Annotated[
+    engines.Engine,
+    typer.Option(help="Processes here, or workers of a Dask or Ray cluster.", rich_help_panel=WORKERS),
+]
+Address = Annotated[
+    str | None, typer.Option(metavar="ADDRESS", help="Of the cluster's scheduler.", rich_help_panel=WORKERS)
 ]

@@ -10,7 +10,7 @@ import typer
 
 from beaconscope.cli import output as out
 from beaconscope.cli.errors import INTERRUPTED
-from beaconscope.cli.options import Force, Json, Output, Quiet, Verbose, Version
+from beaconscope.cli.options import WORKERS, Address, Engine, Force, Json, Output, Quiet, Verbose, Version
 from beaconscope.cli.terminal import Terminal, quieten_libraries
 from beaconscope.engines import check_engine
 from beaconscope.errors import UsageError
@@ -23,7 +23,6 @@ PROMPT = "Prompt"
 GENERATION = "Generation"
 CACHE = "KV cache"
 TRACE = "Trace"
-WORKERS = "Many prompts at once"
 
 # Options of a policy default to None, which leaves the default to the policy; help shows that of BeaconKV.
 
@@ -74,13 +73,8 @@ def record(
             help="Processes for many prompts, each with a model (and a GPU) of its own.", rich_help_panel=WORKERS
         ),
     ] = 1,
-    engine: Annotated[
-        Literal["loky", "dask", "ray"],
-        typer.Option(help="Processes here, or workers of a Dask or Ray cluster.", rich_help_panel=WORKERS),
-    ] = "loky",
-    address: Annotated[
-        str | None, typer.Option(metavar="ADDRESS", help="Of the cluster's scheduler.", rich_help_panel=WORKERS)
-    ] = None,
+    engine: Engine = "loky",
+    address: Address = None,
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="System message.", rich_help_panel=PROMPT)] = None,
     raw: Annotated[
         bool, typer.Option("--raw", help="Feed the prompt without the chat template.", rich_help_panel=PROMPT)

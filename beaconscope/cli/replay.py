@@ -4,12 +4,24 @@ from __future__ import annotations
 
 from json import dumps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from beaconscope.cli import output as out
-from beaconscope.cli.options import Force, Json, Output, Quiet, Verbose, Version
+from beaconscope.cli.options import (
+    WORKERS,
+    Address,
+    Engine,
+    Force,
+    Heads,
+    Json,
+    Layers,
+    Output,
+    Quiet,
+    Verbose,
+    Version,
+)
 from beaconscope.cli.terminal import Terminal, quieten_libraries
 from beaconscope.errors import BeaconScopeError, UsageError
 
@@ -81,10 +93,8 @@ def replay(
             rich_help_panel=SETTINGS,
         ),
     ] = True,
-    layers: Annotated[
-        str, typer.Option(metavar="LIST", help="Layers: all, 0,8,16 or 0-8:2.", rich_help_panel=WHAT)
-    ] = "all",
-    heads: Annotated[str, typer.Option(metavar="LIST", help="KV heads, likewise.", rich_help_panel=WHAT)] = "all",
+    layers: Layers = "all",
+    heads: Heads = "all",
     analysis: Annotated[
         Path | None,
         typer.Option(
@@ -114,14 +124,9 @@ def replay(
         bool,
         typer.Option("--per-token", help="Write the measures of every query too.", rich_help_panel=WHAT),
     ] = False,
-    jobs: Annotated[int, typer.Option(help="Processes.", rich_help_panel=RUNNING)] = 1,
-    engine: Annotated[
-        Literal["loky", "dask", "ray"],
-        typer.Option(help="Processes here, or a Dask or Ray cluster.", rich_help_panel=RUNNING),
-    ] = "loky",
-    address: Annotated[
-        str | None, typer.Option(metavar="ADDRESS", help="Of the cluster's scheduler.", rich_help_panel=RUNNING)
-    ] = None,
+    jobs: Annotated[int, typer.Option(help="Processes.", rich_help_panel=WORKERS)] = 1,
+    engine: Engine = "loky",
+    address: Address = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from what a stopped sweep finished.", rich_help_panel=RUNNING)
     ] = False,
