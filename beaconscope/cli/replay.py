@@ -330,18 +330,9 @@ def _revisits(trace: Trace, analysis: Path | None, terminal: Terminal) -> list[i
             options = AnalyzeOptions(cluster_heads=0)
             tokens = analyze(trace, options, report).tokens
     else:
-        import pandas as pd
-        from pyarrow import ArrowException
+        from beaconscope.report import load_findings
 
-        try:
-            tokens = pd.read_parquet(analysis, columns=["position", "revisit"])
-            in_order = tokens["position"].tolist() == list(range(len(tokens))) and tokens["revisit"].dtype == bool
-        except (OSError, ValueError, TypeError, KeyError, ArrowException) as error:
-            raise BeaconScopeError(f"{analysis} is no analysis; give a file that `analyze -o` wrote") from error
-        if len(tokens) != trace.length or not in_order:
-            raise BeaconScopeError(
-                f"{analysis} is of {len(tokens)} tokens and {trace.path} has {trace.length}; analyze this trace"
-            )
+        tokens = load_findings(analysis, trace).tokens
     return [int(position) for position in tokens.loc[tokens["revisit"].astype(bool), "position"]]
 
 

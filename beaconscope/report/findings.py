@@ -60,7 +60,11 @@ def load_findings(path: Path, trace: Trace) -> Findings:
     ids = trace.tokens["token_id"].to_numpy()
     if "token_id" in tokens and (tokens["token_id"].to_numpy() != ids).any():
         raise BeaconScopeError(f"{path} is of another text than {trace.path}; {remedy}")
-    if not _is_result(result, trace.length) or any(tokens[name].dtype.kind not in "biuf" for name in _COLUMNS):
+    if (
+        not _is_result(result, trace.length)
+        or any(tokens[name].dtype.kind not in "biuf" for name in _COLUMNS)
+        or (tokens["position"] != tokens.index).any()
+    ):
         raise BeaconScopeError(f"{path} contradicts itself; {remedy}")
     return Findings(result, tokens)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pandas as pd
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 
@@ -67,6 +68,13 @@ def test_an_analysis_can_be_handed_over(run, trace):
     again = run("replay", trace, *SMALL, "-o", "s.parquet", "-q")
     assert again.exit_code == 0
     assert (pd.read_parquet("s.parquet")["trts"] == revisits).all()
+    # WHEN it is of another text of the same length, THEN it is not taken
+    table = pq.read_table("a.parquet")
+    place = table.column_names.index("token_id")
+    pq.write_table(table.set_column(place, "token_id", pc.add(table["token_id"], 1)), "b.parquet")
+    refused = run("replay", trace, *SMALL, "--analysis", "b.parquet")
+    assert refused.exit_code == 1
+    assert "b.parquet is of another text than t.parquet" in refused.stderr
 
 
 def test_a_grid_is_a_file(run, trace):
