@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import shlex
 import textwrap
@@ -53,6 +52,8 @@ def demo(
     _make_folder(output, force)
 
     from beaconscope.reasoner import SIZES, make_problem
+    from beaconscope.report import load_findings
+    from beaconscope.report.collect import read_replay
     from beaconscope.trace import load_trace
 
     problem = make_problem(SIZES[size], random.Random(seed))
@@ -68,8 +69,8 @@ def demo(
         f"What the model wrote with a full cache, {full.length - full.prompt_length} tokens:\n\n"
         f"{_wrapped(_shortened(full))}\n"
     )
-    analysis = _said_in(output / "analysis.parquet", "beaconscope.analysis")
-    replay = _said_in(output / "replay.parquet", "beaconscope.replay")
+    analysis = load_findings(output / "analysis.parquet", beacon).result
+    replay = read_replay(output / "replay.parquet")
     terminal.table(
         [
             ("full cache", _outcome(full, problem)),
@@ -144,14 +145,6 @@ def _make_folder(folder: Path, force: bool) -> None:
         return
     out.writable_file(folder, force=force)
     folder.mkdir()
-
-
-def _said_in(path: Path, key: str) -> dict[str, Any]:
-    """What a command wrote beside its table."""
-    import pyarrow.parquet as pq
-
-    said: dict[str, Any] = json.loads(pq.read_schema(path).metadata[key.encode()])
-    return said
 
 
 def _outcome(trace: Trace, problem: Problem) -> str:
