@@ -15,13 +15,23 @@ MOST = (1 << 31) - 1
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is drawn. ``temperature`` 0 is greedy, and then the rest has no effect."""
+    """How the next token is drawn. ``temperature`` 0 is greedy, and then the rest has no effect.
+
+    Raises
+    ------
+    UsageError
+        For a value out of its range.
+    """
 
     temperature: float = 0.0
     top_k: int = 0
+    """Draw from so many of the likeliest tokens; 0 is off."""
     top_p: float = 1.0
+    """Draw from the likeliest tokens that have this probability together; 1 is off."""
     min_p: float = 0.0
+    """Draw from the tokens with at least this share of the likeliest one's probability; 0 is off."""
     repetition_penalty: float = 1.0
+    """Lowers the score of tokens that occurred already; 1 is off."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -56,6 +66,7 @@ class RecordOptions:
     max_new_tokens: int = 1024
     sampling: Sampling = field(default_factory=Sampling)
     system: str | None = None
+    """A system message for the chat template."""
     raw: bool = False
     """Feed the prompt as it is, without the chat template."""
     completion: str | None = None
@@ -67,7 +78,9 @@ class RecordOptions:
     heads: str = "all"
     """KV heads, written like ``layers``."""
     hits: int = 8
+    """M, the most attended positions logged per query head and step; 1 to 128."""
     values: bool = True
+    """Record values beside queries and keys."""
     vector_type: Literal["auto", "float16", "float32"] = "auto"
     """Of queries, keys and values in the trace; ``auto`` is float32, in which every model's are exact."""
     sink_positions: int = 4

@@ -264,6 +264,8 @@ class Trace:
     def kept(self, layer: int, kv_head: int, position: int) -> npt.NDArray[np.int32]:
         """Give the positions that a head's cache holds after the step at ``position``, ascending.
 
+        What a sliding layer drops by itself is no eviction, and counts as held.
+
         Raises
         ------
         BeaconScopeError
