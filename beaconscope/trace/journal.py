@@ -183,8 +183,12 @@ class Journal:
         Raises
         ------
         BeaconScopeError
-            Where nothing was recorded, or the disk refuses. The journal is left for ``beaconscope recover`` then.
+            Where nothing was recorded, or the disk refuses. The journal is left for ``beaconscope recover`` then,
+            unless it holds nothing.
+        ValueError
+            Where the journal is closed already.
         """
+        self._check_open()
         try:
             self._close(whole=True)
             final = self._metadata | {"whole": True, "cut_reason": None} | plain(dict(metadata or {}))
@@ -199,7 +203,6 @@ class Journal:
                     "record again, and leave it alone"
                 )
             if found.length == 0:
-                _remove_if_possible(self._folder)
                 raise BeaconScopeError(f"nothing was recorded, so {self.output} is not written; generate some tokens")
             if found.length < found.longest and final["whole"]:
                 final |= {"whole": False, "cut_reason": "the recording stopped between two layers of a step"}
@@ -213,7 +216,7 @@ class Journal:
             # The trace is in place. A journal that cannot be removed now is by the next `beaconscope recover`.
             _remove_if_possible(self._folder)
         finally:
-            self._folder.release()
+            self._leave()
         return self.output
 
     def close(self) -> None:
@@ -231,9 +234,7 @@ class Journal:
         try:
             self._close(whole=False)
         finally:
-            if not self._recorded():
-                _remove_if_possible(self._folder)
-            self._folder.release()
+            self._leave()
 
     def __enter__(self) -> Journal:
         return self
@@ -248,20 +249,27 @@ class Journal:
             if kind is None:
                 raise
 
-    def _close(self, *, whole: bool) -> None:
+    def _check_open(self) -> None:
         if self._closed:
             raise ValueError("the journal is closed")
+
+    def _close(self, *, whole: bool) -> None:
         self._closed = True
         self._writer.close(whole=whole)
         self._raise_failure()
+
+    def _leave(self) -> None:
+        """Give up the journal, and remove it where nothing could be recovered from it."""
+        if not self._recorded():
+            _remove_if_possible(self._folder)
+        self._folder.release()
 
     def _recorded(self) -> int:
         """Positions of which everything has been handed to the operating system."""
         return min(self._writer.written.values())
 
     def _hand_over(self, stream: int, block: TokenBlock | HeadBlock, first: int, count: int, size: int) -> None:
-        if self._closed:
-            raise ValueError("the journal is closed")
+        self._check_open()
         if first != self._next[stream]:
             name = "tokens" if stream == _TOKENS else f"layer {stream}"
             raise ValueError(f"a block of {name} begins at position {first}; expected {self._next[stream]}")

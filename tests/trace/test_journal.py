@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -113,6 +114,23 @@ def test_nothing_recorded_leaves_nothing(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
     with start(output) as journal, pytest.raises(BeaconScopeError, match="nothing was recorded"):
         journal.finalize()
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_disk_that_is_full_from_the_first_byte_on_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GIVEN a disk that refuses the first block late WHEN finalising THEN no journal is left that holds nothing."""
+
+    def refuse(self: StreamWriter, batch: pa.RecordBatch) -> None:
+        time.sleep(0.3)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(StreamWriter, "write", refuse)
+    with start(tmp_path / "trace.parquet") as journal:
+        make().append(journal, 0, 8)
+        with pytest.raises(BeaconScopeError, match="make room; nothing is recorded yet"):
+            journal.finalize()
     assert os.listdir(tmp_path) == []
 
 
