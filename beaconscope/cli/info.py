@@ -94,7 +94,8 @@ def _layers(layers: list[Mapping[str, Any]]) -> str:
 
 def _timing(name: str, value: float) -> str:
     seconds = name.endswith("_seconds")
-    return f"{name.removesuffix('_seconds').replace('_', ' ')} {value:.3g}{' s' if seconds else ''}"
+    number = f"{value:,.0f}" if 999.5 <= value < 1e9 else f"{value:.3g}"  # hours are no powers of ten
+    return f"{name.removesuffix('_seconds').replace('_', ' ')} {number}{' s' if seconds else ''}"
 
 
 def _settings(values: Mapping[str, Any]) -> str:

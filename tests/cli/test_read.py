@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from beaconscope import load_trace
 from beaconscope.cli import app
+from beaconscope.cli.info import _timing
 
 PROMPT = "Plan: [bold]add\x1b[31m, then double."
 # A byte is a token; the chat template adds who speaks, a line break and two marks.
@@ -69,6 +70,18 @@ def test_info_says_more_when_verbose(run, trace):
     out = run("info", "-v", trace).stdout
     assert "max_new_tokens=12" in out
     assert "transformers" in out
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("decode_seconds", 7632.4, "decode 7,632 s"),
+        ("prefill_seconds", 0.01234, "prefill 0.0123 s"),
+        ("tokens_per_second", 999.7, "tokens per second 1,000"),
+    ],
+)
+def test_timings_are_numbers_as_people_write_them(name, value, said):
+    assert _timing(name, value) == said
 
 
 def test_info_writes_nothing(run, trace, here):
