@@ -41,14 +41,10 @@ def recover(path: Path, *, output: Path | None = None, force: bool = False, prog
         Where there is nothing to recover, the recording still runs, or the disk refuses.
     """
     path = Path(path)
-    journal, recorded = (
-        (path, path.with_name(path.name.removesuffix(SUFFIX)))
-        if _is_journal(path)
-        else (
-            journal_path(path),
-            path,
-        )
-    )
+    if _is_journal(path):
+        journal, recorded = path, path.with_name(path.name.removesuffix(SUFFIX))
+    else:
+        journal, recorded = journal_path(path), path
     target = Path(output) if output is not None else recorded
     if not journal.is_dir():
         return _without_journal(recorded, target, journal)
