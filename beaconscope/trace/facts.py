@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from beaconscope.errors import BeaconScopeError
+from beaconscope.trace.metadata import is_number
 from beaconscope.trace.reader import Trace
 
 _DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -31,9 +32,9 @@ def attention_of(trace: Trace, layer: int) -> Mapping[str, Any] | None:
     shape = trace.layout.of(layer)
     if not (
         isinstance(facts, Mapping)
-        and _is_number(facts.get("scaling"))
+        and is_number(facts.get("scaling"))
         and {"softcap", "sink_logit", "window"} <= facts.keys()
-        and (facts["softcap"] is None or (_is_number(facts["softcap"]) and facts["softcap"] > 0))
+        and (facts["softcap"] is None or (is_number(facts["softcap"]) and facts["softcap"] > 0))
         and (facts["window"] is None or _is_whole(facts["window"], 1, _FAR))
         and (facts["sink_logit"] is None or _are_logits(facts["sink_logit"], max(shape.kv_heads) + 1, shape.group_size))
     ):
@@ -91,11 +92,11 @@ def _is_rotary(kind: Any, size: int) -> bool:
     frequencies = kind.get("inv_freq")
     return (
         isinstance(frequencies, list)
-        and _is_list(frequencies, len(frequencies), _is_number)
+        and _is_list(frequencies, len(frequencies), is_number)
         and _is_list(kind.get("partner"), size, lambda value: _is_whole(value, 0, size - 1))
-        and _is_list(kind.get("sign"), size, _is_number)
+        and _is_list(kind.get("sign"), size, is_number)
         and _is_list(kind.get("frequency"), size, lambda value: _is_whole(value, -1, len(frequencies) - 1))
-        and _is_number(kind.get("scaling"))
+        and is_number(kind.get("scaling"))
         and kind.get("dtype") in _DTYPES
         and "limit" in kind
         and (kind["limit"] is None or _is_whole(kind["limit"], 0, _FAR))
@@ -106,16 +107,12 @@ def _are_logits(value: Any, heads: int, groups: int) -> bool:
     return (
         isinstance(value, Sequence)
         and len(value) >= heads
-        and all(_is_list(of_head, groups, _is_number) for of_head in value)
+        and all(_is_list(of_head, groups, is_number) for of_head in value)
     )
 
 
 def _is_list(value: Any, length: int, holds: Callable[[Any], bool]) -> bool:
     return isinstance(value, list) and len(value) == length and all(map(holds, value))
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e30
 
 
 def _is_whole(value: Any, least: int, most: int) -> bool:

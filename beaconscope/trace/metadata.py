@@ -181,11 +181,16 @@ def _check_inner(metadata: Mapping[str, Any], path: Path) -> None:
                 raise _nonsense(path, f"{key}.{name} is no {types[0].__name__}")
     for key in _NUMBERS:
         for name, value in metadata.get(key, {}).items():
-            if value is not None and (not isinstance(value, int | float) or isinstance(value, bool)):
+            if value is not None and not is_number(value):
                 raise _nonsense(path, f"{key}.{name} is no number")
     special = metadata.get("tokenizer", {}).get("special_ids", [])
     if not all(isinstance(index, int) for index in special):
         raise _nonsense(path, "tokenizer.special_ids are no whole numbers")
+
+
+def is_number(value: Any) -> bool:
+    """Tell whether a value of JSON is a number that can be computed with; a whole one may be larger than any float."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e30
 
 
 def _check_version(version: Any, path: Path) -> None:
