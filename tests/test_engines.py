@@ -19,7 +19,7 @@ from beaconscope.record.many import claim_gpu
 from beaconscope.replay.sweep import Parts, make_jobs, sweep
 from beaconscope.trace import load_trace
 from tests.dying import DieOf, DieOnce, RefuseOf
-from tests.record.recording import endless_tokenizer, record_tiny, token_ids
+from tests.record.recording import record_tiny, save_tiny, token_ids
 from tests.tiny import tiny_model
 
 ROOT = Path(__file__).parents[1]
@@ -157,10 +157,7 @@ PROMPTS = [Prompt(f"p{n}", f"Plan {n}: add, then double.") for n in range(4)]
 
 @pytest.fixture(scope="module")
 def load(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    tiny_model().save_pretrained(folder)
-    endless_tokenizer().save_pretrained(folder)
-    return LoadOptions(str(folder), device="cpu")
+    return LoadOptions(str(save_tiny(tmp_path_factory.mktemp("model"))), device="cpu")
 
 
 @pytest.fixture(scope="module")

@@ -6,17 +6,15 @@ import shlex
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 import beaconscope
-from beaconscope.cli import app
 
 
 @pytest.mark.slow
-def test_the_demo_goes_the_whole_way_and_says_what_it_found(tmp_path: Path) -> None:
+def test_the_demo_goes_the_whole_way_and_says_what_it_found(run, tmp_path: Path) -> None:
     # WHEN the demo runs
     folder = tmp_path / "the demo"
-    result = CliRunner().invoke(app, ["demo", "--size", "250", "--output", str(folder)])
+    result = run("demo", "--size", "250", "--output", folder)
     assert result.exit_code == 0, result.output
     # THEN the model is right with everything at hand
     found = {line.split("  ")[0]: line for line in result.stdout.splitlines() if not line.startswith(" ")}
@@ -34,20 +32,20 @@ def test_the_demo_goes_the_whole_way_and_says_what_it_found(tmp_path: Path) -> N
     shown = result.stderr.replace("\\\n", " ")
     commands = [shlex.split(line[2:]) for line in shown.splitlines() if line.startswith("$ ")]
     assert [command[1] for command in commands] == ["record", "record", "analyze", "replay", "report"]
-    again = CliRunner().invoke(app, [*commands[2][1:], "--force"])
+    again = run(*commands[2][1:], "--force")
     assert again.exit_code == 0, again.output
     # AND a second demo does not overwrite it
-    second = CliRunner().invoke(app, ["demo", "--size", "250", "--output", str(folder)])
+    second = run("demo", "--size", "250", "--output", folder)
     assert second.exit_code == 1
     assert "--force" in second.stderr
 
 
-def test_a_command_that_fails_ends_the_demo_with_its_words(tmp_path: Path) -> None:
+def test_a_command_that_fails_ends_the_demo_with_its_words(run, tmp_path: Path) -> None:
     # GIVEN a folder in which the name of a recording is taken by a folder
     folder = tmp_path / "demo"
     (folder / "full.parquet").mkdir(parents=True)
     # WHEN the demo runs
-    result = CliRunner().invoke(app, ["demo", "--size", "250", "--output", str(folder), "--force", "--quiet"])
+    result = run("demo", "--size", "250", "--output", folder, "--force", "--quiet")
     # THEN it says so, in one line
     assert result.exit_code != 0
     assert result.stderr.startswith("error: ")

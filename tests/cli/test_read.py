@@ -8,10 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from beaconscope import load_trace
-from beaconscope.cli import app
 from beaconscope.cli.info import _timing
 
 PROMPT = "Plan: [bold]add\x1b[31m, then double."
@@ -20,16 +18,13 @@ PROMPT_TOKENS = len(PROMPT) + 4
 
 
 @pytest.fixture(scope="module")
-def recorded(tmp_path_factory, model_folder) -> bytes:
+def recorded(run, tmp_path_factory, model_folder) -> bytes:
     """The bytes of a small trace."""
     folder = tmp_path_factory.mktemp("recorded")
     (folder / "p.txt").write_text(PROMPT, encoding="utf-8")
-    result = CliRunner().invoke(
-        app,
-        [
-            *("record", "--model", str(model_folder), "--prompt", str(folder / "p.txt"), "--max-new-tokens", "12"),
-            *("--budget", "16", "--interval", "8", "--recent", "4", "-o", str(folder / "t.parquet")),
-        ],
+    result = run(
+        *("record", "--model", model_folder, "--prompt", folder / "p.txt", "--max-new-tokens", "12"),
+        *("--budget", "16", "--interval", "8", "--recent", "4", "-o", folder / "t.parquet"),
     )
     assert result.exit_code == 0, result.output
     return (folder / "t.parquet").read_bytes()

@@ -28,7 +28,7 @@ from transformers.utils import logging
 from beaconscope import Full, Trace, load_trace, recover
 from beaconscope.errors import BeaconScopeError
 from tests.faults.forking import Child
-from tests.record.recording import PROMPT, endless_tokenizer, record_tiny, token_ids
+from tests.record.recording import PROMPT, record_tiny, save_tiny, token_ids
 from tests.tiny import tiny_model
 
 TOKENS = 300
@@ -66,9 +66,7 @@ class Material:
 
 
 def make_material(folder: Path) -> Material:
-    model = folder / "model"
-    tiny_model("llama").save_pretrained(model)
-    endless_tokenizer().save_pretrained(model)
+    model = save_tiny(folder / "model")
     (folder / "plan.txt").write_text(PROMPT)
     begun = time.monotonic()
     code = Child(*_record(model, folder), cwd=folder, logs=folder / "logs").wait().code

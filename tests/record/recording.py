@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from beaconscope import RecordOptions, Trace, record
-from tests.tiny import tiny_tokenizer
+from tests.tiny import tiny_model, tiny_tokenizer
 
 PROMPT = "Plan: add, then double. 3 and 4?"
 """32 tokens of the tiny tokenizer."""
@@ -21,6 +21,13 @@ def endless_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = tiny_tokenizer()
     tokenizer.eos_token = None
     return tokenizer
+
+
+def save_tiny(folder: Path, **overrides: Any) -> Path:
+    """Save a tiny Llama and the endless tokenizer as a local model folder; ``overrides`` go to the config."""
+    tiny_model("llama", **overrides).save_pretrained(folder)
+    endless_tokenizer().save_pretrained(folder)
+    return folder
 
 
 def record_tiny(

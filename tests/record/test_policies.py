@@ -6,9 +6,7 @@ import string
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
-from beaconscope.cli import app
 from tests.kv.rivals import CASES, expected
 from tests.kv.test_rivals import ONE_OF_EACH, rope
 from tests.record.recording import record_tiny, token_ids
@@ -57,10 +55,8 @@ def test_a_part_of_the_heads_is_recorded_as_among_all_of_them(tmp_path):
         np.testing.assert_allclose(getattr(ours, name), getattr(theirs, name), atol=1e-5)
 
 
-def test_what_works_in_replay_only_is_refused_before_a_model_is_loaded(tmp_path):
-    prompt = tmp_path / "prompt.txt"
-    prompt.write_text("3 and 4?")
-    result = CliRunner().invoke(app, ["record", "--model", str(tmp_path), "--prompt", str(prompt), "--cache", "oracle"])
+def test_what_works_in_replay_only_is_refused_before_a_model_is_loaded(run, here):
+    result = run("record", "--model", here, "--prompt", "plan.txt", "--cache", "oracle")
     assert result.exit_code == 2
     assert result.stderr == (
         "error: oracle works in replay only; record with --cache full and give replay --policy oracle\n"
