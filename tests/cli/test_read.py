@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import signal
-import time
 from pathlib import Path
 
 import pytest
 
 from beaconscope import load_trace
 from beaconscope.cli.info import _timing
+from tests.waiting import wait_for
 
 PROMPT = "Plan: [bold]add\x1b[31m, then double."
 # A byte is a token; the chat template adds who speaks, a line break and two marks.
@@ -115,10 +115,7 @@ def test_a_killed_recording_is_recovered(run, start, here, model_folder):
     # GIVEN a recording that was killed
     process = start("record", "--model", model_folder, "--prompt", "plan.txt", "-n", "4000", cwd=here)
     journal = here / "plan.parquet.journal"
-    deadline = time.monotonic() + 120
-    while not _recording(journal) and time.monotonic() < deadline:
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.05)
+    wait_for(lambda: _recording(journal), process)
     process.send_signal(signal.SIGKILL)
     process.communicate()
     assert not Path("plan.parquet").exists()

@@ -6,7 +6,6 @@ import dataclasses
 import inspect
 import json
 import signal
-import time
 from pathlib import Path
 from typing import get_args
 
@@ -17,6 +16,7 @@ from beaconscope.cli.record import _policies, record
 from beaconscope.errors import UsageError
 from beaconscope.trace import Journal
 from tests.trace.made import METADATA, make
+from tests.waiting import wait_for
 
 SMALL = ("--max-new-tokens", "24", "--budget", "16", "--interval", "8", "--recent", "4", "--beacons", "4")
 
@@ -247,10 +247,7 @@ def test_ctrl_c_finishes_the_file_and_says_so(start, here, model_folder):
         "record", "--model", model_folder, "--prompt", "plan.txt", "-n", "4000", "--temperature", "1", cwd=here
     )
     journal = here / "plan.parquet.journal" / "tokens.arrows"
-    deadline = time.monotonic() + 120
-    while not (journal.exists() and journal.stat().st_size > 20_000) and time.monotonic() < deadline:
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.05)
+    wait_for(lambda: journal.exists() and journal.stat().st_size > 20_000, process)
     # WHEN it is interrupted
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)

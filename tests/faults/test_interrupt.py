@@ -17,6 +17,7 @@ from beaconscope.record import Prompt, record_prompts
 from tests.faults.conftest import LONG
 from tests.record.recording import PROMPT, endless_tokenizer, record_tiny, token_ids
 from tests.tiny import tiny_model
+from tests.waiting import wait_for
 
 POLICY = BeaconKV(budget=32, interval=8, recent=4, beacons=4)
 ARGUMENTS = ("--raw", "--budget", "32", "--interval", "8", "--recent", "4", "--beacons", "4", "--layers", "all")
@@ -119,14 +120,6 @@ def slowly(self, *rest, **options):
 Journal.finalize = slowly
 main()
 """
-
-
-def wait_for(condition, process, seconds=120.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 @pytest.mark.slow
