@@ -12,6 +12,7 @@ import pytest
 
 from beaconscope import BeaconKV, BeaconScopeError, Full, RecordOptions, load_trace, record, recover
 from beaconscope.record import plan
+from tests.disk import small_disk
 from tests.faults.conftest import LONG
 from tests.record.recording import PROMPT, endless_tokenizer, record_tiny, token_ids
 from tests.tiny import tiny_model
@@ -32,19 +33,6 @@ def files_of_at_most(size: int):
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, former)
-
-
-@contextmanager
-def small_disk(folder: Path, size: str):
-    """A file system of its own at ``folder``; skips where it may not be mounted."""
-    folder.mkdir()
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)], capture_output=True)
-    if made.returncode:
-        pytest.skip("a file system can be mounted by root only")
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
 def check_recovered(output: Path, *, least: int) -> None:

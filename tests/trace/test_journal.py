@@ -16,6 +16,7 @@ import pytest
 from beaconscope.errors import BeaconScopeError
 from beaconscope.trace import Eviction, Journal, LayerLayout, TraceLayout, journal_path, load_trace, recover
 from beaconscope.trace.stream import StreamWriter
+from tests.disk import small_disk
 from tests.trace.expected import assert_holds
 from tests.trace.made import METADATA, SMALL, Made, make, many_layers
 
@@ -351,13 +352,7 @@ class TestFullDisk:
 
     def test_a_small_disk(self, tmp_path: Path) -> None:
         disk = tmp_path / "disk"
-        disk.mkdir()
-        mounted = subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", "size=300k", "none", str(disk)], capture_output=True, check=False
-        )
-        if mounted.returncode:
-            pytest.skip("may not mount a disk")
-        try:
+        with small_disk(disk, "300k"):
             output = disk / "trace.parquet"
             child = record_in_child(output, 0)
             assert child.returncode == 1
@@ -372,5 +367,3 @@ class TestFullDisk:
             assert trace.length >= 8
             assert_holds(trace, make(many_layers(2), length=400), trace.length)
             assert os.listdir(disk) == []
-        finally:
-            subprocess.run(["umount", str(disk)], check=False)
