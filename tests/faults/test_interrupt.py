@@ -15,7 +15,7 @@ import pytest
 from beaconscope import BeaconKV, BeaconScopeError, RecordOptions, load_trace, record, recover
 from beaconscope.record import Prompt, record_prompts
 from tests.faults.conftest import LONG
-from tests.record.recording import PROMPT, endless_tokenizer, record_tiny, token_ids
+from tests.record.recording import PROMPT, endless_tokenizer, evictions_of, record_tiny, token_ids
 from tests.tiny import tiny_model
 from tests.waiting import wait_for
 
@@ -204,8 +204,7 @@ def test_after_a_kill_no_token_older_than_two_seconds_is_lost(start, run, here, 
         ours, theirs = trace.head(*at), whole.head(*at)
         for name in ("query", "key", "value", "hit_mass", "beacon_similarity"):
             np.testing.assert_allclose(getattr(ours, name), getattr(theirs, name), atol=1e-5)
-        ours, theirs = trace.evictions(*at), whole.evictions(*at)
-        assert [(e.position, e.evicted.tolist()) for e in ours] == [(e.position, e.evicted.tolist()) for e in theirs]
+        assert evictions_of(trace, at) == evictions_of(whole, at)
 
 
 def test_a_fault_in_the_middle_leaves_the_journal(tmp_path, monkeypatch):

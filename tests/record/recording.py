@@ -49,6 +49,11 @@ def token_ids(trace: Trace) -> list[int]:
     return trace.tokens["token_id"].tolist()
 
 
+def evictions_of(trace: Trace, at: tuple[int, int]) -> list[tuple[int, list[int]]]:
+    """When the cache of a (layer, KV head) was compressed, and which positions it dropped each time."""
+    return [(eviction.position, eviction.evicted.tolist()) for eviction in trace.evictions(*at)]
+
+
 def attentions_of(model: PreTrainedModel, ids: list[int]) -> list[np.ndarray]:
     """Attention [Hq, T, T] of each layer in one pass over everything, from eager attention."""
     with torch.no_grad():

@@ -10,7 +10,7 @@ from beaconscope import BeaconKV, Full
 from beaconscope.kv.beacons import BeaconChanged, BeaconSet
 from tests.kv import driving
 from tests.kv.driving import IllConditioned, Run, changes_of, check_run, settings_of
-from tests.record.recording import record_tiny
+from tests.record.recording import evictions_of, record_tiny
 from tests.reference.beacon_kv import BeaconChange, simulate
 from tests.reference.rotary import unrotate
 from tests.tiny import tiny_model
@@ -217,9 +217,7 @@ def test_what_is_recorded_of_a_head_does_not_depend_on_what_else_is(policy, tmp_
         for name in SAME:
             np.testing.assert_array_equal(getattr(ours, name), getattr(theirs, name))
         assert ours.value is None
-        assert [(e.position, e.evicted.tolist()) for e in part.evictions(*at)] == [
-            (e.position, e.evicted.tolist()) for e in everything.evictions(*at)
-        ]
+        assert evictions_of(part, at) == evictions_of(everything, at)
         frames = [trace.beacons(*at).drop(columns="vector") for trace in (part, everything)]
         assert frames[0].equals(frames[1])
 

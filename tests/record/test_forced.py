@@ -7,7 +7,7 @@ import pytest
 
 from beaconscope import BeaconKV, BeaconScopeError, Full, RecordOptions, StreamingLLM, UsageError
 from beaconscope.record import Prompt, generate, record_prompts
-from tests.record.recording import endless_tokenizer, record_tiny, token_ids
+from tests.record.recording import endless_tokenizer, evictions_of, record_tiny, token_ids
 from tests.tiny import EOS, THINK_CLOSE, THINK_OPEN, tiny_model
 
 SMALL = {"budget": 20, "interval": 6, "beacons": 4, "recent": 3, "pool_low": 6, "pool_high": 12}
@@ -39,9 +39,8 @@ def test_forcing_what_was_generated_gives_the_same_trace(name, at_once, tmp_path
     np.testing.assert_allclose(forced.tokens["logprob"], one_by_one.tokens["logprob"], atol=1e-4)
     np.testing.assert_allclose(forced.tokens["entropy"], one_by_one.tokens["entropy"], atol=1e-4)
     for at in forced.heads:
-        ours, theirs = forced.evictions(*at), one_by_one.evictions(*at)
-        assert [(e.position, e.evicted.tolist()) for e in ours] == [(e.position, e.evicted.tolist()) for e in theirs]
-        assert bool(ours) == (name != "full")
+        assert evictions_of(forced, at) == evictions_of(one_by_one, at)
+        assert bool(forced.evictions(*at)) == (name != "full")
         frames = [trace.beacons(*at)[["position", "query_head", "source", "members"]] for trace in (forced, one_by_one)]
         assert frames[0].equals(frames[1])
         ours, theirs = forced.head(*at), one_by_one.head(*at)

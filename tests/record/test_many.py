@@ -10,7 +10,7 @@ from beaconscope import BeaconKV, BeaconScopeError, Full, RecordOptions, Samplin
 from beaconscope.record import Prompt, generate
 from beaconscope.record import record_prompts as run
 from beaconscope.trace import HeadBlock, Journal, TokenBlock, journal_path
-from tests.record.recording import endless_tokenizer, record_tiny, token_ids
+from tests.record.recording import endless_tokenizer, evictions_of, record_tiny, token_ids
 from tests.tiny import tiny_model, tiny_tokenizer
 
 POLICY = BeaconKV(budget=20, interval=6, beacons=4, recent=3, pool_low=6, pool_high=12)
@@ -33,8 +33,7 @@ def same(ours, theirs):
     np.testing.assert_allclose(ours.tokens["logprob"], theirs.tokens["logprob"], atol=1e-4)
     assert ours.heads == theirs.heads
     for at in ours.heads:
-        mine, his = ours.evictions(*at), theirs.evictions(*at)
-        assert [(e.position, e.evicted.tolist()) for e in mine] == [(e.position, e.evicted.tolist()) for e in his]
+        assert evictions_of(ours, at) == evictions_of(theirs, at)
         mine, his = ours.head(*at), theirs.head(*at)
         np.testing.assert_array_equal(mine.beacon, his.beacon)
         for name in ("query", "key", "value", "mass_sink", "mass_local", "mass_distant", "hit_mass"):

@@ -9,7 +9,7 @@ import pytest
 
 from tests.kv.rivals import CASES, expected
 from tests.kv.test_rivals import ONE_OF_EACH, rope
-from tests.record.recording import record_tiny, token_ids
+from tests.record.recording import evictions_of, record_tiny, token_ids
 from tests.tiny import tiny_model
 
 # Of what ASCII calls punctuation, Unicode calls these symbols.
@@ -47,9 +47,7 @@ def test_a_part_of_the_heads_is_recorded_as_among_all_of_them(tmp_path):
     every = record_tiny(tiny_model("gemma3_text"), tmp_path, name="every", policy=policy)
     one = record_tiny(tiny_model("gemma3_text"), tmp_path, name="one", policy=policy, heads="1")
     assert any(eviction.evicted.size for eviction in every.evictions(1, 1))
-    for ours, theirs in zip(one.evictions(1, 1), every.evictions(1, 1), strict=True):
-        assert ours.position == theirs.position
-        assert ours.evicted.tolist() == theirs.evicted.tolist()
+    assert evictions_of(one, (1, 1)) == evictions_of(every, (1, 1))
     ours, theirs = one.head(1, 1), every.head(1, 1)
     for name in ("mass_sink", "mass_local", "mass_distant", "hit_mass"):
         np.testing.assert_allclose(getattr(ours, name), getattr(theirs, name), atol=1e-5)
