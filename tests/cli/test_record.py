@@ -15,7 +15,8 @@ from beaconscope import BeaconKV, LoadOptions, RecordOptions, Sampling, load_tra
 from beaconscope.cli.record import _policies, record
 from beaconscope.errors import UsageError
 from beaconscope.trace import Journal
-from tests.trace.made import METADATA, make
+from tests.trace.made import METADATA, interrupted
+from tests.trace.made import SMALL as SMALL_LAYOUT
 from tests.waiting import wait_for
 
 SMALL = ("--max-new-tokens", "24", "--budget", "16", "--interval", "8", "--recent", "4", "--beacons", "4")
@@ -157,9 +158,7 @@ def test_an_output_that_exists_is_refused_before_the_model_loads_and_kept(run, h
 
 def test_a_journal_beside_the_output_is_refused_before_the_model_loads_and_kept(run, here):
     # GIVEN a recording that was interrupted
-    made = make()
-    with Journal.create(Path("plan.parquet"), made.layout, METADATA) as journal:
-        made.append(journal, 0, 16)
+    interrupted(Path("plan.parquet"))
     # WHEN another to the same output begins, THEN it is told what to do
     result = run("record", "--model", "no/such-model", "--prompt", "plan.txt")
     assert result.exit_code == 1
@@ -167,11 +166,11 @@ def test_a_journal_beside_the_output_is_refused_before_the_model_loads_and_kept(
         "error: plan.parquet.journal holds an interrupted recording; "
         "run `beaconscope recover plan.parquet`, or give --force to discard it\n"
     )
-    assert load_trace(recover("plan.parquet")).length == 16
+    assert load_trace(recover("plan.parquet")).length == 32
 
 
 def test_a_recording_under_way_to_the_output_is_refused_before_the_model_loads(run, here):
-    with Journal.create(Path("plan.parquet"), make().layout, METADATA):
+    with Journal.create(Path("plan.parquet"), SMALL_LAYOUT, METADATA):
         result = run("record", "--model", "no/such-model", "--prompt", "plan.txt", "--force")
         assert result.exit_code == 1
         assert "in use by another process" in result.stderr

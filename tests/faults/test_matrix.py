@@ -22,10 +22,13 @@ from beaconscope.trace.stream import StreamWriter
 from tests.faults.forking import Child, without_privileges
 from tests.record.recording import PROMPT, record_tiny
 from tests.tiny import tiny_model
+from tests.trace.made import interrupted
 
 LINUX = pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="needs what Linux has")
 RECORD = ("record", "-q", "--prompt", "plan.txt", "--raw", "--budget", "32", "--interval", "8", "--recent", "4",
           "--beacons", "4", "--layers", "all", "-o", "out")  # fmt: skip
+LONG = (400, 400, 400)
+"""Positions of a recording that is interrupted, in one block."""
 SMALL = ("--budget", "24", "--interval", "8", "--recent", "4", "--beacons", "4")
 READERS = {
     "analyze": ("analyze", "t.parquet", "-q", "--cluster-heads", "0", "--shifts", "20", "-o", "out"),
@@ -113,7 +116,7 @@ class TestFullDisk:
 
     def test_recover(self, fork, folder, files):
         whole = len(files["t.parquet"])
-        _interrupted(folder)
+        interrupted(folder / "out", *LONG)
 
         def not_enough() -> None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (whole // 3, whole // 3))
@@ -147,7 +150,7 @@ class TestReadOnlyFolder:
         assert names(folder) == BEFORE
 
     def test_recover(self, fork, folder):
-        journal = _interrupted(folder)
+        journal = interrupted(folder / "out", *LONG)
         journal.chmod(0o500)
         folder.chmod(0o500)
         try:
@@ -242,7 +245,7 @@ class TestCtrlC:
     def test_while_recovering(self, fork, folder):
         from beaconscope.trace import finalize
 
-        _interrupted(folder)
+        interrupted(folder / "out", *LONG)
         before = names(folder)
 
         def press(rows):
@@ -367,17 +370,6 @@ class TestTwoAtOnce:
         # The one that comes last is whole; it may have been refused at once where the other was quick.
         assert 0 in codes
         assert names(folder) == sorted([*BEFORE, "out"])
-
-
-def _interrupted(folder: Path) -> Path:
-    """Leave the journal of a recording that was killed."""
-    from beaconscope.trace import Journal
-    from tests.trace.made import METADATA, SMALL, make
-
-    made = make(SMALL, 400)
-    with Journal.create(folder / "out", SMALL, METADATA) as journal:
-        made.append(journal, 0, 400)
-    return folder / "out.journal"
 
 
 def _never(function: Callable[..., object]) -> Callable[..., object]:

@@ -17,6 +17,7 @@ from beaconscope.trace import (
     LayerLayout,
     TokenBlock,
     TraceLayout,
+    journal_path,
 )
 
 SMALL = TraceLayout(
@@ -132,6 +133,15 @@ def make(layout: TraceLayout = SMALL, length: int = 40, *, seed: int = 0, prompt
         entropy=np.where(known, random.random(length), np.nan).astype(np.float32),
         layers=[_layer(layer, layout.hits, length, random) for layer in layout.layers],
     )
+
+
+def interrupted(output: Path, length: int = 40, stop: int = 32, block: int = 8) -> Path:
+    """Leave the journal of a recording of ``length`` positions that ended after ``stop``."""
+    made = make(length=length)
+    with Journal.create(output, SMALL, METADATA) as journal:
+        for first in range(0, stop, block):
+            made.append(journal, first, min(first + block, stop))
+    return journal_path(output)
 
 
 def bfloat16(values: npt.NDArray[np.floating[Any]]) -> npt.NDArray[np.float32]:

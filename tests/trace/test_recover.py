@@ -16,7 +16,7 @@ import pytest
 from beaconscope.errors import BeaconScopeError
 from beaconscope.trace import Journal, journal_path, load_trace, recover
 from tests.trace.expected import assert_holds
-from tests.trace.made import METADATA, SMALL, make, many_layers
+from tests.trace.made import METADATA, SMALL, interrupted, make, many_layers
 
 ROOT = Path(__file__).parents[2]
 
@@ -45,15 +45,6 @@ def child(output: Path, length: int, pause: float) -> subprocess.Popen[str]:
         text=True,
         cwd=ROOT,
     )
-
-
-def interrupted(output: Path, length: int = 40, stop: int = 32) -> Path:
-    """Leave the journal of a recording that was stopped."""
-    made = make(length=length)
-    with Journal.create(output, SMALL, METADATA) as journal:
-        for first in range(0, stop, 8):
-            made.append(journal, first, min(first + 8, stop))
-    return journal_path(output)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no kill -9 there")
