@@ -75,6 +75,8 @@ def run_tasks(
 
     Raises
     ------
+    UsageError
+        For what :func:`check_engine` refuses.
     WorkersDied
         Where workers keep dying.
     BeaconScopeError

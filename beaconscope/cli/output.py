@@ -1,4 +1,4 @@
-"""What the commands write: its name by default, whether it may be overwritten, and whether it can be written at all.
+"""Files of the commands: their names by default, whether they may be overwritten, and can be written or read at all.
 
 All checks come before the work, so that an hour of recording does not end in a refusal.
 """

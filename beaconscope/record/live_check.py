@@ -111,6 +111,8 @@ def check_live(
     ------
     BeaconScopeError
         When the trace is of another model, or nothing was generated.
+    UsageError
+        For a policy that works in replay only.
     """
     check_model(model, trace)
     tapped = tap(model)

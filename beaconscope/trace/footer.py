@@ -38,7 +38,13 @@ UNREADABLE = (OSError, ValueError, KeyError, IndexError, TypeError, OverflowErro
 
 
 def check_file(path: Path) -> None:
-    """Say in plain words why a path cannot be a whole Parquet file."""
+    """Refuse a path that cannot be a whole Parquet file.
+
+    Raises
+    ------
+    BeaconScopeError
+        Saying in plain words why.
+    """
     journal = journal_path(path)
     rescue = f"run `beaconscope recover {path}`" if journal.is_dir() else None
     try:
@@ -101,7 +107,13 @@ def _read_footer(file: BinaryIO) -> tuple[bytes, bytes]:
 
 
 def row_groups_by_head(path: Path, footer: pq.FileMetaData) -> dict[tuple[int, int], list[int]]:
-    """Find the row groups of each head by their statistics, in order."""
+    """Find the row groups of each (layer, KV head) by their statistics, in order.
+
+    Raises
+    ------
+    BeaconScopeError
+        Where one does not say which head it holds.
+    """
     names = [footer.schema.column(i).path for i in range(footer.num_columns)]
     try:
         layer_column, head_column = names.index("layer"), names.index("kv_head")
@@ -123,7 +135,13 @@ def row_groups_by_head(path: Path, footer: pq.FileMetaData) -> dict[tuple[int, i
 def check_rows(
     path: Path, footer: pq.FileMetaData, layout: TraceLayout, groups: dict[tuple[int, int], list[int]]
 ) -> int:
-    """Hold the sizes that the footer claims against the layout, before anything is read; the positions per head."""
+    """Hold the sizes that the footer claims against the layout, before anything is read; T, the positions of each head.
+
+    Raises
+    ------
+    BeaconScopeError
+        Where heads are missing or of different lengths, or a size is not that of the layout or of any honest file.
+    """
     heads = [(layer, head) for layer in layout.layers for head in layer.kv_heads]
     if set(groups) != {(layer.layer, head) for layer, head in heads}:
         raise damaged(path, "its heads are not those that its metadata name")

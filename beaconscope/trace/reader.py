@@ -92,7 +92,13 @@ class Trace:
         return tuple(layer.layer for layer in self.layout.layers)
 
     def kv_heads(self, layer: int) -> tuple[int, ...]:
-        """Recorded KV heads of a layer, ascending."""
+        """Recorded KV heads of a layer, ascending.
+
+        Raises
+        ------
+        BeaconScopeError
+            Where the layer is not in the trace.
+        """
         return self._layer(layer).kv_heads
 
     @property
@@ -206,8 +212,13 @@ class Trace:
             One row per beacon and change: ``position`` of the change; ``query_head`` in its group; ``beacon``, its
             index among those of its query head, which `HeadTrace.beacon` refers to from the next position on;
             ``source``, the position it was taken from, -1 for a centroid; ``members``, queries assigned to it since
-            the last change; ``vector``, a float32 array or None where ``source`` gives it. A change replaces all
+            the last change; ``vector``, a float32 array [D] or None where ``source`` gives it. A change replaces all
             beacons of the query heads that it names.
+
+        Raises
+        ------
+        BeaconScopeError
+            Where the head is not in the trace or the file is damaged.
         """
         table = self._read(layer, kv_head, ["position", "beacons"])
         column = _chunk(table, "beacons")
@@ -244,7 +255,13 @@ class Trace:
         )
 
     def evictions(self, layer: int, kv_head: int) -> list[Eviction]:
-        """Read what each compression dropped from a head, in order."""
+        """Read what each compression dropped from a head, in order.
+
+        Raises
+        ------
+        BeaconScopeError
+            Where the head is not in the trace or the file is damaged.
+        """
         table = self._read(layer, kv_head, ["position", "evicted"])
         column = _chunk(table, "evicted")
         fired = np.flatnonzero(np.asarray(column.is_valid()))
@@ -289,6 +306,11 @@ class Trace:
         -------
         DataFrame
             position, query_head, rank (0 is the most attended), hit_position, mass.
+
+        Raises
+        ------
+        BeaconScopeError
+            Where the head is not in the trace or the file is damaged.
         """
         shape = self._layer(layer)
         table = self._read(layer, kv_head, ["position", "hit_head", "hit_position", "hit_mass"])
