@@ -212,15 +212,15 @@ def _dying(moment: str, draw: random.Random, log: Path, note: Callable[[int], No
 
 def _note_written(log: int) -> None:
     """Note how many tokens every layer has handed to the system, whenever that changes."""
-    from beaconscope.trace import journal
+    from beaconscope.trace.writer import Writer
 
-    write = journal._Writer._write
+    write = Writer._write
 
     def noting(self: Any, *block: Any) -> None:
         write(self, *block)
         os.write(log, struct.pack("q", min(self.written.values())))
 
-    journal._Writer._write = noting  # type: ignore[method-assign]
+    Writer._write = noting  # type: ignore[method-assign]
 
 
 def _note_parts(log: int) -> None:
