@@ -1,4 +1,4 @@
-"""What ``beaconscope replay`` and ``beaconscope policies`` show."""
+"""What ``beaconscope replay`` shows."""
 
 from __future__ import annotations
 
