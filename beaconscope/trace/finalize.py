@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 from beaconscope.errors import BeaconScopeError
 from beaconscope.files import os_reason, remedy, replace_synced
 from beaconscope.progress import Progress
+from beaconscope.trace.columns import one_chunk
 from beaconscope.trace.encode import rows_per_group
 from beaconscope.trace.folder import JournalFolder
 from beaconscope.trace.footer import seal
@@ -141,7 +142,7 @@ def _token_columns(found: Recovered, metadata: Mapping[str, Any]) -> dict[str, p
         str(metadata.get("think_open", "<think>")),
         str(metadata.get("think_close", "</think>")),
     )
-    columns = {name: _one_chunk(table, name) for name in ("token_id", "token_bytes", "logprob", "entropy")}
+    columns = {name: one_chunk(table, name) for name in ("token_id", "token_bytes", "logprob", "entropy")}
     columns["token"] = pa.array([token.decode("utf-8", "replace") for token in token_bytes], pa.string())
     columns["phase"] = pa.array(phases, pa.string())
     return columns
@@ -178,14 +179,14 @@ def _file_rows(
     first = rows.column("position")[0].as_py()
 
     def flat(name: str) -> npt.NDArray[Any]:
-        return np.asarray(_one_chunk(rows, name).flatten())
+        return np.asarray(one_chunk(rows, name).flatten())
 
     columns: dict[str, pa.Array] = {
         "layer": pa.array(np.full(count, layer.layer, np.int16)),
         "kv_head": pa.array(np.full(count, kv_head, np.int16)),
-        "position": _one_chunk(rows, "position"),
-        "beacons": _one_chunk(rows, "beacons"),
-        "evicted": _one_chunk(rows, "evicted"),
+        "position": one_chunk(rows, "position"),
+        "beacons": one_chunk(rows, "beacons"),
+        "evicted": one_chunk(rows, "evicted"),
     }
     for name, column in token_columns.items():
         part = column.slice(first, count)
@@ -220,11 +221,6 @@ def _lists(values: pa.Array, count: int, kind: pa.DataType) -> pa.Array:
         return pa.FixedSizeListArray.from_arrays(values, type=kind)
     offsets = np.arange(count + 1, dtype=np.int32) * (len(values) // count)
     return pa.ListArray.from_arrays(pa.array(offsets), values, type=kind)
-
-
-def _one_chunk(table: pa.Table, name: str) -> pa.Array:
-    column = table.column(name)
-    return column.chunk(0) if column.num_chunks == 1 else pa.concat_arrays([*column.chunks, pa.array([], column.type)])
 
 
 def _encodings(schema: pa.Schema) -> dict[str, str]:

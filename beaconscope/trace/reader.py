@@ -15,11 +15,11 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from beaconscope.errors import BeaconScopeError
 from beaconscope.files import os_reason
+from beaconscope.trace.columns import has_gaps, one_chunk, same_kind, text_bytes
 from beaconscope.trace.footer import (
     MOST_POSITIONS,
     UNREADABLE,
@@ -27,10 +27,8 @@ from beaconscope.trace.footer import (
     check_rows,
     check_seal,
     damaged,
-    has_gaps,
     room,
     row_groups_by_head,
-    same_kind,
 )
 from beaconscope.trace.metadata import METADATA_KEY, parse_metadata
 from beaconscope.trace.schema import Eviction, LayerLayout, Phase, TraceLayout, parquet_schema
@@ -190,7 +188,7 @@ class Trace:
         return HeadTrace(
             layer=layer,
             kv_head=kv_head,
-            position=np.asarray(_chunk(table, "position")),
+            position=np.asarray(one_chunk(table, "position")),
             query=self._array(table, "query", (groups, shape.key_size)),
             key=self._array(table, "key", (shape.key_size,)),
             value=None if shape.value_size is None else self._array(table, "value", (shape.value_size,)),
@@ -221,7 +219,7 @@ class Trace:
             Where the head is not in the trace or the file is damaged.
         """
         table = self._read(layer, kv_head, ["position", "beacons"])
-        column = _chunk(table, "beacons")
+        column = one_chunk(table, "beacons")
         changed = np.flatnonzero(np.asarray(column.is_valid()))
         lists = column.drop_null()
         position = np.repeat(changed, np.asarray(lists.value_lengths()).astype(np.int64)).astype(np.int32)
@@ -263,7 +261,7 @@ class Trace:
             Where the head is not in the trace or the file is damaged.
         """
         table = self._read(layer, kv_head, ["position", "evicted"])
-        column = _chunk(table, "evicted")
+        column = one_chunk(table, "evicted")
         fired = np.flatnonzero(np.asarray(column.is_valid()))
         lists = column.drop_null()
         ends = np.cumsum(np.asarray(lists.value_lengths()).astype(np.int64))
@@ -320,8 +318,8 @@ class Trace:
                 "position": row.astype(np.int32),
                 "query_head": head,
                 "rank": rank.astype(np.int16),
-                "hit_position": np.asarray(_chunk(table, "hit_position").flatten()),
-                "mass": np.asarray(_chunk(table, "hit_mass").flatten()),
+                "hit_position": np.asarray(one_chunk(table, "hit_position").flatten()),
+                "mass": np.asarray(one_chunk(table, "hit_mass").flatten()),
             }
         )
 
@@ -349,12 +347,12 @@ class Trace:
         except UNREADABLE as error:
             raise damaged(self.path, os_reason(error)) from error
         for name in columns:
-            column = _chunk(table, name)
+            column = one_chunk(table, name)
             if has_gaps(column, self._schema.field(name)):
                 raise damaged(self.path, f"{name} has gaps")
-            if name in _TEXTS and _text_bytes(column) > room(self.path):
+            if name in _TEXTS and text_bytes(column) > room(self.path):
                 raise damaged(self.path, f"{name} is far longer than a file of its size can hold")
-        if not np.array_equal(np.asarray(_chunk(table, "position")), np.arange(self.length)):
+        if not np.array_equal(np.asarray(one_chunk(table, "position")), np.arange(self.length)):
             raise damaged(
                 self.path, f"the positions of layer {layer}, KV head {kv_head} are not 0 to {self.length - 1}"
             )
@@ -362,7 +360,7 @@ class Trace:
 
     def _array(self, table: pa.Table, name: str, shape: tuple[int, ...], null: float | None = None) -> npt.NDArray[Any]:
         """Turn a column of lists into an array [T, *shape]."""
-        column = _chunk(table, name)
+        column = one_chunk(table, name)
         width = int(np.prod(shape))
         lengths = column.value_lengths()
         if column.null_count or np.any(np.asarray(lengths) != width):
@@ -378,9 +376,11 @@ class Trace:
         self, table: pa.Table, shape: LayerLayout
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int16], npt.NDArray[np.int64]]:
         """Row, query head and rank of each hit, in the order of the file."""
-        lengths = [np.asarray(_chunk(table, name).value_lengths()) for name in ("hit_head", "hit_position", "hit_mass")]
-        head = np.asarray(_chunk(table, "hit_head").flatten())
-        position = np.asarray(_chunk(table, "hit_position").flatten())
+        lengths = [
+            np.asarray(one_chunk(table, name).value_lengths()) for name in ("hit_head", "hit_position", "hit_mass")
+        ]
+        head = np.asarray(one_chunk(table, "hit_head").flatten())
+        position = np.asarray(one_chunk(table, "hit_position").flatten())
         if any(np.any(other != lengths[0]) for other in lengths[1:]):
             raise damaged(self.path, "its hits have heads, positions and masses in different numbers")
         if len(head) and (head.min() < 0 or head.max() >= shape.group_size):
@@ -400,8 +400,8 @@ class Trace:
         row, head, rank = self._hit_places(table, shape)
         hit_position = np.full((self.length, shape.group_size, self.layout.hits), -1, np.int32)
         hit_mass = np.zeros(hit_position.shape, np.float32)
-        hit_position[row, head, rank] = np.asarray(_chunk(table, "hit_position").flatten())
-        hit_mass[row, head, rank] = np.asarray(_chunk(table, "hit_mass").flatten())
+        hit_position[row, head, rank] = np.asarray(one_chunk(table, "hit_position").flatten())
+        hit_mass[row, head, rank] = np.asarray(one_chunk(table, "hit_mass").flatten())
         return hit_position, hit_mass
 
 
@@ -439,17 +439,6 @@ def _open(path: Path) -> Trace:
         if not same_kind(found, field.type):
             raise damaged(path, f"column {field.name} is {found}, not {field.type}")
     return Trace(path, footer, metadata, layout)
-
-
-def _text_bytes(column: pa.Array) -> int:
-    """Bytes of a column of texts once each row has its own."""
-    sizes = np.asarray(pc.binary_length(column.dictionary).fill_null(0)).astype(np.int64)
-    return int(sizes[np.asarray(column.indices.fill_null(0))].sum()) if len(sizes) else 0
-
-
-def _chunk(table: pa.Table, name: str) -> pa.Array:
-    """Give a column in one piece."""
-    return table.column(name).combine_chunks()
 
 
 def _listed(numbers: Sequence[int]) -> str:
