@@ -34,7 +34,7 @@ _LEAST_ROOM = 64 << 20
 """Bytes that a head may take whatever the size of the file: tiny files of repeated rows compress well."""
 
 UNREADABLE = (OSError, ValueError, KeyError, IndexError, TypeError, OverflowError, MemoryError, pa.ArrowException)
-"""What pyarrow raises for bytes that are no Parquet; the footer has no checksum, so anything may stand in it."""
+"""What pyarrow raises for bytes that are no Parquet; a footer without a seal may hold anything."""
 
 
 def check_file(path: Path) -> None:
