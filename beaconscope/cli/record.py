@@ -224,6 +224,7 @@ def record(
     from beaconscope.record import record as run
     from beaconscope.record import record_prompts as run_many
     from beaconscope.record.prompts import read_prompts, read_text
+    from beaconscope.record.traces import find_unfinished
     from beaconscope.trace import check_no_journal
 
     given = {
@@ -269,6 +270,10 @@ def record(
         assert prompts is not None
         many = read_prompts(prompts)
         path = out.traces_folder(output, prompts)
+        if not find_unfinished(many, path, force=force, note=None)[1]:
+            finished, _ = find_unfinished(many, path, force=force, note=terminal.note)
+            _tell(terminal, path, list(finished.values()), wanted=len(many), json=json)
+            return
 
     if spread:
         with terminal.progress("Recording", "prompts") as report:

@@ -90,6 +90,21 @@ def test_many_prompts_become_a_folder_and_a_second_run_skips_them(run, here, mod
     assert again.exit_code == 0, again.output
     assert paths[0].exists()
     assert paths[1].stat().st_mtime_ns == kept
+    # AND where nothing is left to record, no model is loaded
+    nothing = run("record", "--model", "no/such-model", *arguments[3:])
+    assert nothing.exit_code == 0, nothing.output
+    assert "2 of 2 prompts are recorded already" in nothing.stderr
+    assert nothing.stdout.startswith("Wrote many-traces\n")
+
+
+def test_a_foreign_file_among_the_traces_is_refused_before_the_model_loads_and_kept(run, here):
+    Path("many.jsonl").write_text('{"id": "a", "prompt": "one"}\n', "utf-8")
+    Path("many-traces").mkdir()
+    Path("many-traces/a.parquet").write_bytes(b"precious")
+    result = run("record", "--model", "no/such-model", "--prompts", "many.jsonl")
+    assert result.exit_code == 1
+    assert "give --force to replace what is there" in result.stderr
+    assert Path("many-traces/a.parquet").read_bytes() == b"precious"
 
 
 @pytest.mark.parametrize(
