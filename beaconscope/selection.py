@@ -36,12 +36,29 @@ def select(text: str, count: int, what: str) -> tuple[int, ...]:
         if count <= _AUTO:
             return tuple(range(count))
         return tuple(round(step * (count - 1) / (_AUTO - 1)) for step in range(_AUTO))
-    chosen: set[int] = set()
-    for part in text.split(","):
-        chosen.update(_range(part.strip(), text, what))
+    chosen = _listed(text, what)
     if max(chosen) >= count:
         raise UsageError(f"{what} {text!r} goes to {max(chosen)}, but there are {count} (0 to {count - 1})")
     return tuple(sorted(chosen))
+
+
+def check_selection(text: str, what: str) -> None:
+    """Refuse what :func:`select` reads as no list, however many there are.
+
+    Raises
+    ------
+    UsageError
+        Saying so.
+    """
+    if text.strip() not in ("all", "auto"):
+        _listed(text.strip(), what)
+
+
+def _listed(text: str, what: str) -> set[int]:
+    chosen: set[int] = set()
+    for part in text.split(","):
+        chosen.update(_range(part.strip(), text, what))
+    return chosen
 
 
 def _range(part: str, text: str, what: str) -> range:

@@ -8,6 +8,7 @@ from typing import Literal
 
 from beaconscope.errors import UsageError
 from beaconscope.kv.policies import BeaconKV, Full, Policy
+from beaconscope.selection import check_selection
 
 MOST = (1 << 31) - 1
 """No number of tokens is larger; a seed may not be."""
@@ -92,6 +93,8 @@ class RecordOptions:
 
     def __post_init__(self) -> None:
         self.policy.check_live()
+        check_selection(self.layers, "layers")
+        check_selection(self.heads, "heads")
         if self.max_new_tokens < 1:
             raise UsageError(f"max-new-tokens is {self.max_new_tokens}; give at least 1")
         if not 1 <= self.hits <= 128:

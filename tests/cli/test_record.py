@@ -127,6 +127,7 @@ def test_a_foreign_file_among_the_traces_is_refused_before_the_model_loads_and_k
         ),
         (("--prompt", "plan.txt", "--temperature", "-1"), "temperature is -1"),
         (("--prompt", "plan.txt", "--hits", "0"), "hits is 0"),
+        (("--prompt", "plan.txt", "--layers", "first"), "is no list; write all, auto, 0,8,16 or 0-8:2"),
     ],
 )
 def test_options_that_cannot_be_are_refused_before_the_model_loads(run, here, arguments, says):

@@ -230,6 +230,8 @@ def test_what_cannot_hold_together_is_refused(options, says, tmp_path):
         ({"max_new_tokens": 0}, "max-new-tokens is 0"),
         ({"hits": 0}, "hits is 0"),
         ({"hits": 129}, "hits is 129"),
+        ({"layers": "first"}, "layers 'first' is no list"),
+        ({"heads": "1-0"}, "heads '1-0' is no list"),
         ({"sink_positions": -1}, "sink-positions is -1"),
         ({"local_window": 0}, "local-window is 0"),
         ({"prefill_chunk": 0}, "prefill-chunk is 0"),
