@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from transformers import PreTrainedTokenizerBase
 
-from beaconscope.errors import BeaconScopeError, UsageError
+from beaconscope.errors import BeaconScopeError
 from beaconscope.record.options import RecordOptions
 
 
@@ -18,12 +18,8 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str, options: Reco
     ------
     BeaconScopeError
         When the tokenizer has no chat template, the template refuses, or nothing is left of the prompt.
-    UsageError
-        For a system message without the chat template.
     """
     if options.raw:
-        if options.system is not None:
-            raise UsageError("a system message needs the chat template; leave out --system or --raw")
         ids = list(tokenizer(prompt, verbose=False).input_ids)
     else:
         text = _in_template(tokenizer, prompt, options.system)

@@ -57,7 +57,7 @@ class RecordOptions:
     Raises
     ------
     UsageError
-        For a value out of its range.
+        For a value out of its range, or values that cannot hold together.
     """
 
     policy: Policy = field(default_factory=BeaconKV)
@@ -105,6 +105,8 @@ class RecordOptions:
             raise UsageError(f"local-window is {self.local_window}; give at least 1, at most {MOST}")
         if self.prefill_chunk is not None and self.prefill_chunk < 1:
             raise UsageError(f"prefill-chunk is {self.prefill_chunk}; give at least 1")
+        if self.raw and self.system is not None:
+            raise UsageError("a system message needs the chat template; leave out --system or --raw")
         if not self.think_open or not self.think_close:
             raise UsageError("the think markers must not be empty; give --think-open and --think-close a text")
 

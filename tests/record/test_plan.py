@@ -213,7 +213,6 @@ def test_a_batch_does_not_change_the_frequencies_of_its_sequences(tmp_path):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"raw": True, "system": "Be brief."}, "needs the chat template"),
         ({"layers": "7"}, "goes to 7"),
         ({"heads": "0-2"}, "goes to 2"),
     ],
@@ -236,6 +235,7 @@ def test_what_cannot_hold_together_is_refused(options, says, tmp_path):
         ({"local_window": 0}, "local-window is 0"),
         ({"prefill_chunk": 0}, "prefill-chunk is 0"),
         ({"think_open": ""}, "must not be empty"),
+        ({"raw": True, "system": "Be brief."}, "needs the chat template"),
     ],
 )
 def test_options_are_checked_where_they_are_made(options, says):
