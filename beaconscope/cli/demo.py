@@ -52,8 +52,7 @@ def demo(
     _make_folder(output, force)
 
     from beaconscope.reasoner import SIZES, make_problem
-    from beaconscope.report import load_findings
-    from beaconscope.report.collect import read_replay
+    from beaconscope.report import load_findings, load_replay
     from beaconscope.trace import load_trace
 
     problem = make_problem(SIZES[size], random.Random(seed))
@@ -70,7 +69,7 @@ def demo(
         f"{_wrapped(_shortened(full))}\n"
     )
     analysis = load_findings(output / "analysis.parquet", beacon).result
-    replay = read_replay(output / "replay.parquet")
+    replay = load_replay(output / "replay.parquet")
     terminal.table(
         [
             ("full cache", _outcome(full, problem)),
