@@ -8,6 +8,7 @@ BIN := $(VENV)/bin
 # Two processes with one thread each beat one process with two on small models.
 WORKERS ?= 2
 PYTEST_ARGS ?=
+BENCH_ARGS ?=
 BENCHMARKS := recording attentions decoding gpu analyze detection replay report accuracy
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -59,7 +60,7 @@ bench-quick: install
 	printf '%s\n' $(BENCHMARKS) | xargs -P $(WORKERS) -I NAME $(BIN)/python benchmarks/NAME.py --quick
 
 bench-peers: $(PEERS)/installed
-	$(PEERS)/bin/python benchmarks/decoding.py
+	$(PEERS)/bin/python benchmarks/decoding.py $(BENCH_ARGS)
 
 # The old end of the supported range of transformers.
 test-oldest: $(OLDEST)/installed

@@ -114,7 +114,7 @@ def record(
             metavar="POLICY",
             help="beacon, full, streaming-llm, random, h2o, scissorhands, fastgen, snapkv, tova, r-kv, rpc, "
             "lazy-eviction, keydiff, knorm or expected-attention, or NAME:param=value,... With full nothing is evicted "
-            "and the beacons run as a shadow.",
+            "and the beacons run as a shadow. `beaconscope policies` lists the defaults of each.",
             rich_help_panel=CACHE,
         ),
     ] = "beacon",
@@ -126,7 +126,7 @@ def record(
         int | None,
         typer.Option(
             help="I, new entries before the next compression.",
-            show_default="128, streaming-llm 1",
+            show_default="128 with beacon",
             rich_help_panel=CACHE,
         ),
     ] = None,
@@ -138,15 +138,13 @@ def record(
         int | None,
         typer.Option(
             help="R, newest queries that observe and newest entries that stay.",
-            show_default="16",
+            show_default="16 with beacon",
             rich_help_panel=CACHE,
         ),
     ] = None,
     sinks: Annotated[
         int | None,
-        typer.Option(
-            help="First positions that always stay.", show_default="0, streaming-llm 4", rich_help_panel=CACHE
-        ),
+        typer.Option(help="First positions that always stay.", show_default="0 with beacon", rich_help_panel=CACHE),
     ] = None,
     selector: Annotated[
         Literal["fps", "kmeans", "random", "none"] | None,
@@ -162,7 +160,13 @@ def record(
     ] = None,
     query_pooling: Annotated[
         Literal["max", "mean"] | None,
-        typer.Option(help="Pooling over observation queries.", show_default="max", rich_help_panel=CACHE),
+        typer.Option(
+            "--pooling",
+            "--query-pooling",
+            help="Pooling over observation queries.",
+            show_default="max",
+            rich_help_panel=CACHE,
+        ),
     ] = None,
     group_pooling: Annotated[
         Literal["max", "mean"] | None,

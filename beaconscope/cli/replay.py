@@ -74,7 +74,10 @@ def replay(
         str | None, typer.Option(metavar="LIST", help="pre-rope, post-rope.", rich_help_panel=SETTINGS)
     ] = None,
     pooling: Annotated[
-        str | None, typer.Option(metavar="LIST", help="Over queries: max, mean.", rich_help_panel=SETTINGS)
+        str | None,
+        typer.Option(
+            "--pooling", "--query-pooling", metavar="LIST", help="Over queries: max, mean.", rich_help_panel=SETTINGS
+        ),
     ] = None,
     group_pooling: Annotated[
         str | None, typer.Option(metavar="LIST", help="Over query heads: max, mean.", rich_help_panel=SETTINGS)

@@ -185,7 +185,7 @@ def _whole_groups(count: int) -> int:
 
 
 def _grouped(rows: Tensor) -> Tensor:
-    """Rows [R, N] by groups, [R, n, N / n]; a group is every so manieth number, so that maxima are those of rows."""
+    """Rows [R, N] by groups, [R, n, N / n]; a group is every so-many-th number, so that maxima are those of rows."""
     return rows.view(len(rows), _GROUP, -1)
 
 

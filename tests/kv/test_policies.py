@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 
 import pytest
@@ -108,7 +107,11 @@ class TestOptions:
     def test_params_are_plain_values(self, kind):
         params = kind().params()
         assert json.loads(json.dumps(params)) == params
-        assert set(params) == {field.name for field in dataclasses.fields(kind)}
+        assert tuple(params) == kind.parameters()
+
+    def test_params_of_a_full_cache_are_those_of_its_shadow(self):
+        assert Full().params() == {}
+        assert Full(shadow=BeaconKV(budget=64)).params() == {"shadow": BeaconKV(budget=64).params()}
 
 
 class TestParse:

@@ -164,8 +164,8 @@ class Policy(ABC):
         return tuple(field.name for field in dataclasses.fields(cls) if field.name not in cls.unused)
 
     def params(self) -> dict[str, object]:
-        """The fields by name, as plain values."""
-        return dataclasses.asdict(self)
+        """The fields that mean something, by name, as plain values."""
+        return {name: getattr(self, name) for name in self.parameters()}
 
     def check_live(self) -> None:
         """Refuse a live cache where the policy works in replay only.

@@ -85,5 +85,9 @@ class Full(Policy):
     def capacity(self) -> int | None:
         return None
 
+    def params(self) -> dict[str, object]:
+        """The settings of the shadow, where there is one, as plain values."""
+        return {} if self.shadow is None else {"shadow": self.shadow.params()}
+
     def start(self, heads: HeadInfo) -> PolicyState:
         return FullState(self) if self.shadow is None else ShadowState(self.shadow, heads)

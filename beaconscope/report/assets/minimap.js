@@ -190,16 +190,16 @@ export function makeMinimap(parent, store, windowOf, moveWindow) {
     },
     table: () => {
       const { left, right } = gutter(chart.width);
-      const { number, score, lost, gone } = bins(chart.width - left - right);
+      const means = bins(chart.width - left - right);
       return {
         columns: [
           { key: "first", name: "first token" }, { key: "last", name: "last token" },
           { key: "score", name: "revisit score" }, { key: "lost", name: "share lost" }, { key: "gone", name: "dropped by the end" },
         ],
-        rows: Array.from(score, (value, bin) => ({
-          first: Math.ceil((bin * data.length) / number),
-          last: Math.ceil(((bin + 1) * data.length) / number) - 1,
-          score: value, lost: lost[bin], gone: gone[bin],
+        rows: Array.from(means.score, (score, bin) => ({
+          first: Math.ceil((bin * data.length) / means.number),
+          last: Math.ceil(((bin + 1) * data.length) / means.number) - 1,
+          score, lost: means.lost[bin], gone: means.gone[bin],
         })),
       };
     },
