@@ -24,10 +24,10 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from beaconscope.analyze.analysis import Analysis
-from beaconscope.analyze.run import Progress
 from beaconscope.analyze.sentences import Sentences, sentences_of
 from beaconscope.errors import BeaconScopeError
 from beaconscope.models.compat import cache_argument
+from beaconscope.progress import Progress
 from beaconscope.trace import Trace
 
 MATTERS = 1.0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,11 +27,9 @@ from beaconscope.analyze.scan import find_sinks, scan
 from beaconscope.analyze.sentences import sentences_of
 from beaconscope.analyze.verdict import judge
 from beaconscope.errors import UsageError
+from beaconscope.progress import Progress
 from beaconscope.selection import select
 from beaconscope.trace import Trace
-
-Progress = Callable[[int, int], None]
-"""Told how many units of how many are done."""
 
 RECEIVERS = 20
 """Heads with the highest kurtosis that are called receiver heads (Thought Anchors)."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -23,6 +23,7 @@ from beaconscope.engines import Engine, WorkersDied, run_tasks
 from beaconscope.errors import BeaconScopeError
 from beaconscope.files import whole_file
 from beaconscope.kv.policies import Policy
+from beaconscope.progress import Progress
 from beaconscope.replay.grid import label
 from beaconscope.replay.kept import Kept
 from beaconscope.replay.layer import LayerData, load_layer
@@ -30,13 +31,6 @@ from beaconscope.replay.measure import HeadMeasures, MeasureOptions, measure_hea
 from beaconscope.replay.simulate import timed_simulation
 from beaconscope.trace import Trace, load_trace
 from beaconscope.trace.facts import attention_of
-
-
-class Progress(Protocol):
-    """Told how far a sweep is."""
-
-    def __call__(self, done: int, total: int | None) -> None:
-        """``done`` of ``total`` jobs are done."""
 
 
 @dataclass(frozen=True)

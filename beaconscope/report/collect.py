@@ -11,7 +11,6 @@ Texts are never in the JSON but for the dictionary of tokens, so that redacting 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from beaconscope.progress import Progress
 from beaconscope.report.beacons import BeaconTrack, beacon_track, cluster_curves
 from beaconscope.report.findings import Findings
 from beaconscope.report.looks import Looks, full_looks, gather, recorded_looks
@@ -30,9 +30,6 @@ from beaconscope.trace import HeadTrace, Trace
 
 if TYPE_CHECKING:
     from beaconscope.kv.rotary import Rotary
-
-Progress = Callable[[int, int], None]
-"""Told how many units of how many are done."""
 
 _PHASES = ("prompt", "think", "answer")
 _HELD_HITS = 3_000_000

@@ -17,7 +17,8 @@ import numpy.typing as npt
 
 from beaconscope.errors import BeaconScopeError
 from beaconscope.files import whole_file
-from beaconscope.report.collect import Collected, Progress, collect
+from beaconscope.progress import Progress
+from beaconscope.report.collect import Collected, collect
 from beaconscope.report.looks import Looks
 from beaconscope.report.options import ReportOptions
 from beaconscope.report.report import Subject

@@ -9,7 +9,8 @@ from typing import Any
 
 from beaconscope import __version__
 from beaconscope.errors import BeaconScopeError
-from beaconscope.report.collect import Collected, Progress, collect
+from beaconscope.progress import Progress
+from beaconscope.report.collect import Collected, collect
 from beaconscope.report.findings import Findings
 from beaconscope.report.looks import NEAR_WEIGHT, Looks
 from beaconscope.report.options import ReportOptions
@@ -62,7 +63,7 @@ def build_report(
     done = 0
     for subject in subjects:
 
-        def count(of_this: int, _: int, before: int = done) -> None:
+        def count(of_this: int, _: int | None, before: int = done) -> None:
             if progress is not None:
                 progress(before + of_this, total)
 
