@@ -9,7 +9,7 @@ from typing import Protocol
 class Progress(Protocol):
     """Told how far the work is, as often as it likes."""
 
-    def __call__(self, done: int, total: int | None) -> None:
+    def __call__(self, done: int, total: int | None, /) -> None:
         """``done`` of ``total`` units are done; None where the total is not known."""
 
 
