@@ -105,40 +105,48 @@ def simulate(policies: Sequence[Policy], data: LayerData) -> list[Kept]:
 
 
 def timed_simulation(policies: Sequence[Policy], data: LayerData) -> tuple[list[Kept], list[float]]:
-    """What :func:`simulate` finds, and the seconds that each policy took; what several share is the first one's.
+    """What :func:`simulate` finds, and the seconds that each policy took; what several share is one's that needs it.
 
     The policies advance together from compression to compression, so that those which compress at the same position
     share what they can while it is at hand.
     """
-    oracles = [each for each in policies if isinstance(each, Oracle)]
-    foreseen = dict(zip(oracles, _foresee(oracles, data), strict=True))
     asking = [(each, schedule(each, data)) for each in policies if isinstance(each, BeaconKV | SnapKV)]
     histories = BeaconHistories(data, [(each, fired) for each, fired in asking if isinstance(each, BeaconKV)])
     observed = Observed(data, histories, asking)
-    kept: list[Kept | None] = [None] * len(policies)
+    foreseen: dict[Oracle, Intervals] = {}
+    kept: dict[int, Kept] = {}
     seconds = [0.0] * len(policies)
     runs: dict[int, Generator[int, None, Lifetimes]] = {}
-    due: list[tuple[int, int]] = [(-1, number) for number in range(len(policies))]  # position and policy, a heap
-    while due:
-        _, number = heapq.heappop(due)
-        policy = policies[number]
+    due: list[tuple[int, int]] = []  # the position of its next compression, and the number of each that runs; a heap
+
+    def go_on(number: int) -> None:
+        try:
+            heapq.heappush(due, (next(runs[number]), number))
+        except StopIteration as end:
+            kept[number] = end.value
+
+    for number, policy in enumerate(policies):
         started = time.perf_counter()
         if isinstance(policy, Oracle):
+            if not foreseen:
+                oracles = [each for each in policies if isinstance(each, Oracle)]
+                foreseen = dict(zip(oracles, _foresee(oracles, data), strict=True))
             kept[number] = foreseen[policy]
         elif isinstance(policy, StaticMask):
             kept[number] = Masks(policy, data.heads(), data.length)
         elif isinstance(policy, StreamingLLM):
             kept[number] = _streaming(policy, data)
         else:
-            if number not in runs:
-                tracker = histories.tracker(policy) if isinstance(policy, BeaconKV) else None
-                runs[number] = _advance(policy, data, tracker, observed.of(policy))
-            try:
-                heapq.heappush(due, (next(runs[number]), number))
-            except StopIteration as end:
-                kept[number] = end.value
+            tracker = histories.tracker(policy) if isinstance(policy, BeaconKV) else None
+            runs[number] = _advance(policy, data, tracker, observed.of(policy))
+            go_on(number)
         seconds[number] += time.perf_counter() - started
-    return [each for each in kept if each is not None], seconds
+    while due:
+        _, number = heapq.heappop(due)
+        started = time.perf_counter()
+        go_on(number)
+        seconds[number] += time.perf_counter() - started
+    return [kept[number] for number in range(len(policies))], seconds
 
 
 def drive(policy: Policy, data: LayerData) -> Lifetimes:
