@@ -22,5 +22,9 @@ def pick_entries(entries: Tensor, index: Tensor) -> Tensor:
         [R, H, K, D].
     """
     r, h, n, d = entries.shape
+    if not entries.is_contiguous():
+        # A prompt as its attention left it: no copy is made of all of it.
+        row, head = (torch.arange(size, device=entries.device) for size in (r, h))
+        return entries[row[:, None, None], head[:, None], index]
     first = torch.arange(r * h, device=entries.device).view(r, h, 1) * n
     return entries.reshape(r * h * n, d).index_select(0, (index + first).flatten()).view(*index.shape, d)
