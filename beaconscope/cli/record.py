@@ -274,9 +274,10 @@ def record(
         assert prompts is not None
         many = read_prompts(prompts)
         path = out.traces_folder(output, prompts)
-        if not find_unfinished(many, path, force=force, note=None)[1]:
-            finished, _ = find_unfinished(many, path, force=force, note=terminal.note)
-            _tell(terminal, path, list(finished.values()), wanted=len(many), json=json)
+        places, unfinished = find_unfinished(many, path, force=force, note=None)
+        if not unfinished:
+            terminal.note(f"{len(many)} of {len(many)} prompts are recorded already; --force records them anew.")
+            _tell(terminal, path, list(places.values()), wanted=len(many), json=json)
             return
 
     if spread:
