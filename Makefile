@@ -75,6 +75,8 @@ install: $(VENV)/installed
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev,docs,browser,gguf,dask,ray]'
+	# Once here, rather than in the first report of each process of the tests.
+	$(BIN)/python -c 'from beaconscope.report.space import compile_umap; compile_umap()'
 	touch $@
 
 $(OLDEST)/installed: pyproject.toml constraints.txt constraints-oldest.txt

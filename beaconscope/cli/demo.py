@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import shlex
+import subprocess
+import sys
 import textwrap
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -60,8 +63,11 @@ def demo(
     prompt.write_text(problem.text + "\n", encoding="utf-8")
     terminal.note(f"The problem, {SIZES[size].prompt_length} tokens, in {prompt}:\n\n{_wrapped(problem.text)}\n")
 
-    for command in _commands(output, BUDGETS[size], SIZES[size].trace_length + 16):
-        _run(command, terminal, force=force)
+    with _maps_compiled() as compiled:
+        for command in _commands(output, BUDGETS[size], SIZES[size].trace_length + 16):
+            if command[0] == "report":
+                compiled.wait()
+            _run(command, terminal, force=force)
     full = load_trace(output / "full.parquet")
     beacon = load_trace(output / "beacon.parquet")
     terminal.note(
@@ -97,6 +103,19 @@ def _commands(folder: Path, budget: int, limit: int) -> list[list[str]]:
         ["replay", beacon, "--analysis", analysis, *grid, "-o", replay],
         ["report", beacon, "--analysis", analysis, "--replay", replay, "-o", report],
     ]
+
+
+@contextlib.contextmanager
+def _maps_compiled() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that compiles what the report is going to need, beside the first commands; it ends with the block."""
+    code = "from beaconscope.report.space import compile_umap; compile_umap()"
+    silent = subprocess.DEVNULL
+    process = subprocess.Popen([sys.executable, "-P", "-c", code], stdin=silent, stdout=silent, stderr=silent)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
 
 
 def _run(command: Sequence[str], terminal: Terminal, *, force: bool) -> None:

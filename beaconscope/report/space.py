@@ -16,6 +16,8 @@ import numpy as np
 import numpy.typing as npt
 from sklearn.metrics.pairwise import cosine_distances
 
+from beaconscope.report.compiled import load_umap
+
 _NEIGHBOURS = 15
 
 
@@ -62,6 +64,12 @@ def lay_out(
     return _pca(points, centers)
 
 
+def compile_umap() -> None:
+    """Have UMAP's code compiled and kept, so that whoever lays out queries next finds it."""
+    queries = np.random.default_rng(0).normal(size=(2 * _NEIGHBOURS + 10, 4))
+    lay_out(queries, np.zeros(len(queries), np.bool_), queries[:1], umap=True, fit=2 * _NEIGHBOURS, seed=0)
+
+
 def unit(vectors: npt.NDArray[np.floating[Any]]) -> npt.NDArray[np.float32]:
     """Scale to length one; what is not finite or zero becomes zero."""
     known = np.nan_to_num(np.asarray(vectors, np.float32), nan=0.0, posinf=0.0, neginf=0.0)
@@ -86,8 +94,7 @@ def _pca(points: npt.NDArray[np.float32], centers: npt.NDArray[np.float32]) -> P
 def _umap(
     points: npt.NDArray[np.float32], must: npt.NDArray[np.bool_], centers: npt.NDArray[np.float32], fit: int, seed: int
 ) -> Plane:
-    import umap
-
+    umap = load_umap()
     random = np.random.default_rng(seed)
     chosen = np.flatnonzero(must)
     if len(chosen) > fit:
