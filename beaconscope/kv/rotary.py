@@ -88,13 +88,10 @@ class Rotary:
         cos, sin = self._cos_sin(positions)
         return (x * cos - self._partners(x) * sin) / (cos * cos + sin * sin)
 
-    def mean_rotation(self, positions: Tensor) -> Tensor:
-        """M [D, D] such that ``x @ M`` is the mean of ``x`` rotated to ``positions`` [P]."""
+    def rotate_mean(self, x: Tensor, positions: Tensor) -> Tensor:
+        """The mean of ``x`` [..., D] rotated to each of ``positions`` [P]; float32 in and out."""
         cos, sin = (part.mean(dim=0) for part in self._cos_sin(positions))  # [D]
-        turn = torch.diag(cos)
-        dimension = torch.arange(len(cos), device=cos.device)
-        turn[self.partner, dimension] += sin
-        return turn
+        return x * cos + self._partners(x) * sin
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values, for the metadata of a trace."""

@@ -13,19 +13,18 @@ _BLOCK_BYTES = 32 << 20
 
 
 def attention_weights(
-    products: Tensor,
-    scaling: float,
+    logits: Tensor,
     softcap: float | None = None,
     sink_logit: Tensor | None = None,
     visible: Tensor | None = None,
 ) -> Tensor:
-    """Post-softmax attention from the products of queries and keys, as a model works it out.
+    """Post-softmax attention from the scaled products of queries and keys, as a model works it out.
 
     Parameters
     ----------
-    products
+    logits
         float32 [R, H, G, t, N].
-    scaling, softcap, sink_logit
+    softcap, sink_logit
         As in :class:`AttentionStep`.
     visible
         Which entries a query sees, bool, broadcast to [R, H, G, t, N]; None for all of them.
@@ -35,7 +34,6 @@ def attention_weights(
     Tensor
         float32 [R, H, G, t, N]; rows sum to one, less what a learned sink takes.
     """
-    logits = products * scaling
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
     if visible is not None:
@@ -90,12 +88,13 @@ class AttentionStep:
         These are the model's own weights: its scaling, soft cap, learned sinks and window are applied. Rows sum to one,
         less what a learned sink takes.
         """
-        query = self.query[:, :, :, start:stop].float()  # [R, H, G, t, D]
+        # Scaled before the product, which has more numbers.
+        query = self.query[:, :, :, start:stop].float() * self.scaling  # [R, H, G, t, D]
         r, h, g, t, d = query.shape
-        products = (query.reshape(r, h, g * t, d) @ self.key.float().transpose(-1, -2)).view(r, h, g, t, -1)
+        logits = (query.reshape(r, h, g * t, d) @ self.key.float().transpose(-1, -2)).view(r, h, g, t, -1)
         masked = self.tokens > 1 or self.window is not None or self.padded
         visible = self._visible(start, t) if masked else None
-        return attention_weights(products, self.scaling, self.softcap, self.sink_logit, visible)
+        return attention_weights(logits, self.softcap, self.sink_logit, visible)
 
     def blocks(self, start: int = 0) -> Iterator[tuple[int, Tensor]]:
         """Attention of the new tokens from ``start`` on, in blocks of bounded size.

@@ -3,8 +3,9 @@
 A replay is teacher-forced: the queries are those of the recording, whatever its own cache had evicted by then.
 
 What many settings have in common is worked out once: the beacons of settings that choose them alike
-(:mod:`.beacon_history`), the products of what observes with the keys (:mod:`.observed`), and the attention that the
-oracle foresees. Where positions alone decide (StreamingLLM) nothing has to be driven.
+(:mod:`.beacon_history`), the products of what observes with the keys (:mod:`.observed`), what queries are expected to
+look for (:mod:`.expected`), and the attention that the oracle foresees. Where positions alone decide (StreamingLLM)
+nothing has to be driven.
 """
 
 from __future__ import annotations
@@ -13,30 +14,31 @@ import heapq
 import itertools
 import time
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from beaconscope.errors import BeaconScopeError
-from beaconscope.kv.beacons import BeaconTracker
-from beaconscope.kv.policies import CacheView, Oracle, Policy, QueryBlock, SnapKV, StreamingLLM
-from beaconscope.kv.policies.base import Observers
+from beaconscope.kv.policies import CacheView, ExpectedAttention, Oracle, Policy, QueryBlock, SnapKV, StreamingLLM
+from beaconscope.kv.policies.base import Observers, PolicyState
 from beaconscope.kv.policies.beacon import BeaconKV, BeaconKVState
+from beaconscope.kv.policies.expected_attention import ExpectedAttentionState
 from beaconscope.kv.policies.oracle import OracleState
 from beaconscope.kv.policies.static_mask import StaticMask
 from beaconscope.replay.beacon_history import BeaconHistories
+from beaconscope.replay.expected import Expectations
+from beaconscope.replay.held import Held
 from beaconscope.replay.kept import NEVER, Intervals, Kept, Lifetimes, Masks
 from beaconscope.replay.layer import LayerData
-from beaconscope.replay.observed import Observed, SharedProducts
+from beaconscope.replay.observed import LEAST_ROWS, Observed, SharedLogits
 
 
 class _Entries(CacheView):
     """The view of a compression, whose keys and values are gathered when somebody looks at them."""
 
     def __init__(
-        self, data: LayerData, held: Tensor, newest: int, shared: Mapping[Observers, SharedProducts] | None = None
+        self, data: LayerData, held: Tensor, newest: int, shared: Mapping[Observers, SharedLogits] | None = None
     ) -> None:
         self.__dict__.update(_data=data, positions=held, newest=newest, _shared=shared or {})
 
@@ -50,47 +52,20 @@ class _Entries(CacheView):
         data: LayerData = self.__dict__["_data"]
         return data.entries(data.key if data.value is None else data.value, self.positions)
 
-    def products(self, query: Tensor, observers: Observers | None = None) -> Tensor:
-        shared: Mapping[Observers, SharedProducts] = self.__dict__["_shared"]
-        if observers is not None and observers in shared:
-            known = shared[observers].held(query.shape[3], self.positions, self.newest)
-            if known is not None:
-                return known
-        return super().products(query, observers)
-
-
-@dataclass
-class _Held:
-    """What a simulated cache holds."""
-
-    positions: Tensor  # int64 [1, H, N], ascending; -1 in the first columns of a head that holds fewer
-
-    @property
-    def size(self) -> int:
-        return self.positions.shape[2]
-
-    def add(self, start: int, stop: int) -> None:
-        new = torch.arange(start, stop, device=self.positions.device)
-        self.positions = torch.cat([self.positions, new.expand(1, self.positions.shape[1], stop - start)], dim=2)
-
-    def mark(self, last: Tensor, position: int) -> None:
-        """Write ``position`` to what is held, in ``last`` [H, T + 1]."""
-        index = self.positions[0]
-        last.scatter_(1, index.where(index >= 0, last.shape[1] - 1), position)
-
-    def keep(self, kept: Tensor, size: int) -> Tensor:
-        """Keep ``size`` entries of every head; which, as a policy's state is told of it."""
-        index = kept.nonzero()[:, 2].view(1, -1, size)
-        self.positions = self.positions.gather(2, index)
-        return index
-
-    def keep_ragged(self, kept: Tensor) -> Tensor:
-        """Keep of each head what ``kept`` says, in the last columns; which, -1 in the columns before."""
-        width = int(kept.sum(dim=-1).max())
-        order = kept.to(torch.uint8).argsort(dim=-1, stable=True)[..., self.size - width :]
-        held = kept.gather(-1, order)
-        self.positions = self.positions.gather(2, order).where(held, -1)
-        return order.where(held, -1)
+    def logits(self, scaling: float, *asked: tuple[Tensor, Observers | None]) -> Tensor:
+        shared: Mapping[Observers, SharedLogits] = self.__dict__["_shared"]
+        known = [shared.get(observers) if observers is not None else None for _, observers in asked]
+        counts = [query.shape[3] for query, _ in asked]
+        group = asked[0][0].shape[2]
+        if not any(known) or min(counts) * group < LEAST_ROWS:
+            return super().logits(scaling, *asked)
+        h, n = self.positions.shape[1:]
+        logits = asked[0][0].new_empty((1, h, group, sum(counts), n))
+        parts = torch.split(logits, counts, dim=3)
+        for part, each, one in zip(parts, known, asked, strict=True):
+            if each is None or not each.look_up(part, self.positions, self.newest):
+                part.copy_(super().logits(scaling, one))
+        return logits
 
 
 def simulate(policies: Sequence[Policy], data: LayerData) -> list[Kept]:
@@ -110,9 +85,10 @@ def timed_simulation(policies: Sequence[Policy], data: LayerData) -> tuple[list[
     The policies advance together from compression to compression, so that those which compress at the same position
     share what they can while it is at hand.
     """
-    asking = [(each, schedule(each, data)) for each in policies if isinstance(each, BeaconKV | SnapKV)]
-    histories = BeaconHistories(data, [(each, fired) for each, fired in asking if isinstance(each, BeaconKV)])
-    observed = Observed(data, histories, asking)
+    beacons = [each for each in policies if isinstance(each, BeaconKV)]
+    histories = BeaconHistories(data, [(each, schedule(each, data)) for each in beacons])
+    observed = Observed(data, histories)
+    expectations = Expectations(data)
     foreseen: dict[Oracle, Intervals] = {}
     kept: dict[int, Kept] = {}
     seconds = [0.0] * len(policies)
@@ -137,8 +113,16 @@ def timed_simulation(policies: Sequence[Policy], data: LayerData) -> tuple[list[
         elif isinstance(policy, StreamingLLM):
             kept[number] = _streaming(policy, data)
         else:
-            tracker = histories.tracker(policy) if isinstance(policy, BeaconKV) else None
-            runs[number] = _advance(policy, data, tracker, observed.of(policy))
+            held = Held.nothing(data)
+            state = policy.start(data.heads())
+            shared: Mapping[Observers, SharedLogits] = {}
+            if isinstance(policy, BeaconKV | SnapKV):
+                shared = observed.join(policy, held, schedule(policy, data))
+            if isinstance(state, BeaconKVState) and isinstance(policy, BeaconKV):
+                state.tracker = histories.tracker(policy)
+            if isinstance(state, ExpectedAttentionState) and isinstance(policy, ExpectedAttention):
+                state.expected = expectations.join(policy, held, schedule(policy, data))
+            runs[number] = _advance(policy, data, held, state, shared)
             go_on(number)
         seconds[number] += time.perf_counter() - started
     while due:
@@ -157,7 +141,7 @@ def drive(policy: Policy, data: LayerData) -> Lifetimes:
     BeaconScopeError
         Where it has to know what the trace does not say.
     """
-    run = _advance(policy, data)
+    run = _advance(policy, data, Held.nothing(data), policy.start(data.heads()))
     while True:
         try:
             next(run)
@@ -169,8 +153,9 @@ def drive(policy: Policy, data: LayerData) -> Lifetimes:
 def _advance(
     policy: Policy,
     data: LayerData,
-    tracker: BeaconTracker | None = None,
-    shared: Mapping[Observers, SharedProducts] | None = None,
+    held: Held,
+    state: PolicyState,
+    shared: Mapping[Observers, SharedLogits] | None = None,
 ) -> Generator[int, None, Lifetimes]:
     """Drive a policy from compression to compression; yields the position of each before it happens."""
     if policy.needs_kinds and data.kinds is None:
@@ -181,10 +166,6 @@ def _advance(
     heads, length, device = len(data.kv_heads), data.length, data.query.device
     # One column more, for the entries that a head has fewer than others.
     last = torch.full((heads, length + 1), NEVER, dtype=torch.int32, device=device)
-    state = policy.start(data.heads())
-    if tracker is not None and isinstance(state, BeaconKVState):
-        state.tracker = tracker
-    held = _Held(torch.zeros((1, heads, 0), dtype=torch.int64, device=device))
     fired: list[int] = []
     passes = list(data.passes)
     start = 0

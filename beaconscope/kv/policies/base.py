@@ -43,20 +43,21 @@ class CacheView:
         """N, the entries at hand."""
         return self.positions.shape[2]
 
-    def products(self, query: Tensor, observers: Observers | None = None) -> Tensor:
-        """Products of queries with the keys at hand, float32 [R, H, G, Q, N].
+    def logits(self, scaling: float, *asked: tuple[Tensor, Observers | None]) -> Tensor:
+        """Scaled products of queries with the keys at hand, float32 [R, H, G, Q, N], Q over all that is asked.
 
         Parameters
         ----------
-        query
-            [R, H, G, Q, D], post-RoPE, float32.
-        observers
-            What these queries are, where a replay of many settings may have their products already: the last Q
-            queries, or the first Q beacons.
+        scaling
+            What the model scales products by.
+        asked
+            Queries [R, H, G, q, D], post-RoPE, float32, and what they are, where a replay of many settings may have
+            their products already: the last q queries, or the first q beacons.
         """
+        query = torch.cat([query for query, _ in asked], dim=3) * scaling
         r, h, g, q, d = query.shape
-        products = query.reshape(r, h, g * q, d) @ self.key.float().transpose(-1, -2)
-        return products.view(r, h, g, q, self.size)
+        logits = query.view(r, h, g * q, d) @ self.key.float().transpose(-1, -2)
+        return logits.view(r, h, g, q, self.size)
 
 
 class PolicyState(ABC):

@@ -11,17 +11,15 @@ At a compression, for each KV head:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
-import torch
 from torch import Tensor
 
 from beaconscope.errors import UsageError
 from beaconscope.kv.beacons import BeaconSettings, BeaconTracker, QuerySpace, Rotation, Selector
 from beaconscope.kv.heads import HeadInfo
-from beaconscope.kv.policies.base import CacheView, Policy, PolicyState, QueryBlock, keep_highest
+from beaconscope.kv.policies.base import CacheView, Observers, Policy, PolicyState, QueryBlock, keep_highest
 from beaconscope.kv.policies.recent import RecentQueriesState
 
 Pooling = Literal["max", "mean"]
@@ -43,18 +41,18 @@ class BeaconKVState(RecentQueriesState):
 
     def keep(self, view: CacheView) -> Tensor:
         policy = self._policy
-        products = [view.products(self._recent, "recent")]
+        asked: list[tuple[Tensor, Observers | None]] = [(self._recent, "recent")]
         beacons = self.tracker.choose(view.newest)
         if beacons is not None:
             rotated = self.tracker.rotated(beacons, view.newest, policy.beacon_rotation)
-            products.append(view.products(rotated, "beacons" if policy.beacon_rotation == "current" else None))
-        scores = self._scores(products)
+            asked.append((rotated, "beacons" if policy.beacon_rotation == "current" else None))
+        scores = self._scores(view.logits(self._heads.scaling, *asked))
         protected = (view.positions > view.newest - policy.recent) | (view.positions < policy.sinks)
         return keep_highest(scores, protected, policy.budget, self._heads.shared)
 
-    def _scores(self, products: Sequence[Tensor]) -> Tensor:
-        """Score of every entry, [R, H, N], from products of observation queries with the keys, [R, H, G, Q, N] each."""
-        weight = torch.cat([*products], dim=3).mul_(self._heads.scaling).softmax(dim=-1)
+    def _scores(self, logits: Tensor) -> Tensor:
+        """Score of every entry, [R, H, N], from what observation queries look for, [R, H, G, Q, N]."""
+        weight = logits.softmax(dim=-1)
         per_head = weight.amax(dim=3) if self._policy.query_pooling == "max" else weight.mean(dim=3)
         return per_head.amax(dim=2) if self._policy.group_pooling == "max" else per_head.mean(dim=2)
 

@@ -34,8 +34,8 @@ class RecentQueriesState(PolicyState):
         if count > 1:
             position = view.newest - count + 1 + torch.arange(count, device=view.positions.device)
             visible = position[:, None] >= view.positions[:, :, None, None, :]
-        products = view.products(self._recent, "recent")
-        return attention_weights(products, heads.scaling, heads.softcap, heads.sink_logit, visible)
+        logits = view.logits(heads.scaling, (self._recent, "recent"))
+        return attention_weights(logits, heads.softcap, heads.sink_logit, visible)
 
     def _logits(self, key: Tensor) -> Tensor:
         """Scaled products of the remembered queries with keys [R, H, N, D], [R, H, G, W, N]."""
