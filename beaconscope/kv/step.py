@@ -23,11 +23,11 @@ def attention_weights(
     Parameters
     ----------
     logits
-        float32 [R, H, G, t, N].
+        float32 [R, H, G, t, N]; overwritten where some are not visible.
     softcap, sink_logit
         As in :class:`AttentionStep`.
     visible
-        Which entries a query sees, bool, broadcast to [R, H, G, t, N]; None for all of them.
+        Which of the last n entries a query sees, bool, broadcast to [R, H, G, t, n]; it sees all before. None for all.
 
     Returns
     -------
@@ -37,7 +37,7 @@ def attention_weights(
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
     if visible is not None:
-        logits = logits.masked_fill(~visible, float("-inf"))
+        logits[..., logits.shape[-1] - visible.shape[-1] :].masked_fill_(~visible, float("-inf"))
     if sink_logit is None:
         return logits.softmax(dim=-1)
     sink = sink_logit.float()[None, :, :, None, None].expand(*logits.shape[:-1], 1)

@@ -6,8 +6,6 @@ not on which others compete. So each setting looks up what is expected of all th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -23,14 +21,14 @@ class _SharedExpectation(ExpectedQueries):
     def __init__(self, policy: ExpectedAttention, data: LayerData) -> None:
         super().__init__(policy, data.heads())
         self._data = data
-        self._members: list[tuple[Held, frozenset[int]]] = []
+        self._members: list[Held] = []
         self._seen = 0
         self._known = torch.empty(0)
         self._union = Union(torch.empty((1, 0, 0), dtype=torch.int64), None)
 
-    def join(self, held: Held, fired: Sequence[int]) -> None:
-        """Take in a setting: what it holds, and the positions at which it compresses."""
-        self._members.append((held, frozenset(fired)))
+    def join(self, held: Held) -> None:
+        """Take in what a setting holds."""
+        self._members.append(held)
 
     def observe(self, query: Tensor, first_position: int) -> None:
         """Every query is seen once, whatever a setting shows."""
@@ -40,7 +38,7 @@ class _SharedExpectation(ExpectedQueries):
         if newest + 1 > self._seen:
             super().observe(self._data.query[:, :, :, self._seen : newest + 1], self._seen)
             self._seen = newest + 1
-            self._union = unite([held for held, fired in self._members if newest in fired], newest + 1)
+            self._union = unite([held for held in self._members if held.newest == newest], newest + 1)
             key = self._data.entries(self._data.key, self._union.positions)
             self._known = super().logits(CacheView(key, key, self._union.positions, newest))
         index = self._union.columns(view.positions).unsqueeze(2)
@@ -54,10 +52,10 @@ class Expectations:
         self._data = data
         self._shared: dict[tuple[int, int, bool], _SharedExpectation] = {}
 
-    def join(self, policy: ExpectedAttention, held: Held, fired: Sequence[int]) -> ExpectedQueries:
-        """What a setting expects that holds ``held`` and compresses at ``fired``; all join before one compresses."""
+    def join(self, policy: ExpectedAttention, held: Held) -> ExpectedQueries:
+        """What a setting with the entries ``held`` expects; all join before one compresses."""
         alike = (policy.future, policy.skip, policy.covariance)
         if alike not in self._shared:
             self._shared[alike] = _SharedExpectation(policy, self._data)
-        self._shared[alike].join(held, fired)
+        self._shared[alike].join(held)
         return self._shared[alike]

@@ -19,6 +19,8 @@ class Held:
     """What a simulated cache of H heads holds."""
 
     positions: Tensor  # int64 [1, H, N], ascending; -1 in the first columns of a head that holds fewer
+    newest: int = -1
+    """The last position that it took in; while caches advance together, where it is going to compress."""
 
     @classmethod
     def nothing(cls, data: LayerData) -> Held:
@@ -32,6 +34,7 @@ class Held:
 
     def add(self, start: int, stop: int) -> None:
         """Take in the positions ``start`` to ``stop``."""
+        self.newest = stop - 1
         new = torch.arange(start, stop, device=self.positions.device)
         self.positions = torch.cat([self.positions, new.expand(1, self.positions.shape[1], stop - start)], dim=2)
 

@@ -348,7 +348,9 @@ def _output_error(weight: Tensor, gone: _Gone, query: int, value: Tensor) -> Ten
     errors = []
     for kept in torch.split(gone.kept(query, n), max(1, _BLOCK_BYTES // (4 * g * n))):
         # The last is the full attention, so that the values are gone through once.
-        there = torch.cat([kept[:, None] * weight, weight[None]])  # [c + 1, G, N]
+        there = weight.new_empty((len(kept) + 1, g, n))
+        torch.mul(kept[:, None], weight, out=there[:-1])
+        there[-1] = weight
         output = (there.view(-1, n) @ value).view(len(there), g, -1) / there.sum(dim=-1, keepdim=True).clamp(min=tiny)
         norm = output[-1].norm(dim=-1).clamp(min=tiny)  # [G]
         error = ((output[:-1] - output[-1]).norm(dim=-1) / norm).mean(dim=1)

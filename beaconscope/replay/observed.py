@@ -10,7 +10,7 @@ it keeps alone.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -36,8 +36,6 @@ class _Member(NamedTuple):
     queries: int
     """How many it asks when it compresses."""
     held: Held
-    fired: frozenset[int]
-    """Positions at which it compresses."""
 
 
 class SharedLogits:
@@ -62,9 +60,9 @@ class SharedLogits:
         self._union = Union(torch.empty((1, 0, 0), dtype=torch.int64), None)
         self._logits: Tensor | None = None
 
-    def join(self, queries: int, held: Held, fired: Sequence[int]) -> None:
+    def join(self, queries: int, held: Held) -> None:
         """Take in a setting that asks so many queries; all join before one compresses."""
-        self._members.append(_Member(queries, held, frozenset(fired)))
+        self._members.append(_Member(queries, held))
 
     def look_up(self, out: Tensor, positions: Tensor, newest: int) -> bool:
         """Write the scaled products of queries asked at ``newest`` with the keys at ``positions`` to ``out``.
@@ -96,7 +94,8 @@ class SharedLogits:
 
     def _multiplied(self, newest: int) -> Tensor | None:
         """Scaled products with all that is held by who compresses now, [1, H, G, Q, U]; None where that costs more."""
-        due = [each for each in self._members if newest in each.fired]
+        # One that has compressed here already, and could do without, is at a later position by now.
+        due = [each for each in self._members if each.held.newest == newest]
         alone = sum(each.queries * each.held.size for each in due)
         most = max(each.queries for each in due)
         if len(due) < 2 or alone <= _WORTH * most * max(each.held.size for each in due):
@@ -129,16 +128,16 @@ class Observed:
         self._recent = SharedLogits(data, self._newest, last=True)
         self._beacons: dict[BeaconSettings, SharedLogits] = {}
 
-    def join(self, policy: BeaconKV | SnapKV, held: Held, fired: Sequence[int]) -> dict[Observers, SharedLogits]:
+    def join(self, policy: BeaconKV | SnapKV, held: Held) -> dict[Observers, SharedLogits]:
         """What a setting with the entries ``held`` may look up when it compresses; all join before one does."""
         recent = policy.recent if isinstance(policy, BeaconKV) else policy.window
-        self._recent.join(recent, held, fired)
+        self._recent.join(recent, held)
         found: dict[Observers, SharedLogits] = {"recent": self._recent}
         if isinstance(policy, BeaconKV) and _asks_shared_beacons(policy):
             choice = shared_choice(policy.beacon_settings)
             if choice not in self._beacons:
                 self._beacons[choice] = SharedLogits(self._data, functools.partial(self._chosen, choice), last=False)
-            self._beacons[choice].join(policy.beacons, held, fired)
+            self._beacons[choice].join(policy.beacons, held)
             found["beacons"] = self._beacons[choice]
         return found
 

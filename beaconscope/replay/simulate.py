@@ -117,11 +117,11 @@ def timed_simulation(policies: Sequence[Policy], data: LayerData) -> tuple[list[
             state = policy.start(data.heads())
             shared: Mapping[Observers, SharedLogits] = {}
             if isinstance(policy, BeaconKV | SnapKV):
-                shared = observed.join(policy, held, schedule(policy, data))
+                shared = observed.join(policy, held)
             if isinstance(state, BeaconKVState) and isinstance(policy, BeaconKV):
                 state.tracker = histories.tracker(policy)
             if isinstance(state, ExpectedAttentionState) and isinstance(policy, ExpectedAttention):
-                state.expected = expectations.join(policy, held, schedule(policy, data))
+                state.expected = expectations.join(policy, held)
             runs[number] = _advance(policy, data, held, state, shared)
             go_on(number)
         seconds[number] += time.perf_counter() - started

@@ -59,3 +59,9 @@ def test_so_they_do_where_few_entries_get_all_attention(times):
     """Exponentials of most logits are 0, so that most scores are equal."""
     data = made_layer(110)
     check([*BEACONS[:6], *OTHERS], dataclasses.replace(data, scaling=data.scaling * times))
+
+
+def test_a_setting_with_few_queries_that_needs_no_shared_products_goes_ahead():
+    data = made_layer(150, group=1)
+    few = [BeaconKV(budget=budget, interval=8, beacons=0, recent=2) for budget in (20, 28)]
+    check([*few, SnapKV(budget=20, interval=8, window=9), SnapKV(budget=28, interval=8, window=9)], data)

@@ -32,8 +32,9 @@ class RecentQueriesState(PolicyState):
         heads, count = self._heads, self._recent.shape[3]
         visible = None
         if count > 1:
+            # All that is older than the oldest of these queries comes before the last ``count`` entries.
             position = view.newest - count + 1 + torch.arange(count, device=view.positions.device)
-            visible = position[:, None] >= view.positions[:, :, None, None, :]
+            visible = position[:, None] >= view.positions[:, :, None, None, -count:]
         logits = view.logits(heads.scaling, (self._recent, "recent"))
         return attention_weights(logits, heads.softcap, heads.sink_logit, visible)
 
