@@ -17,6 +17,7 @@ import pandas as pd
 
 from beaconscope.kv.policies import BeaconKV, Policy
 from beaconscope.replay.grid import label, random_queries, recent_only
+from beaconscope.units import in_bytes
 
 _HEAD = ["trace", "layer", "kv_head"]
 _DRAWS = 2000
@@ -266,9 +267,7 @@ def _beacons_in_words(setting: str, differences: dict[str, Difference]) -> str:
 def _share(row: pd.Series, table: pd.DataFrame) -> str:
     """The memory of a setting, against the full cache's where that was run."""
     full = table[table["policy"] == "full"]
-    size = row["kv_bytes"]
-    unit, name = next(((u, n) for u, n in ((1e9, "GB"), (1e6, "MB")) if size >= u), (1e3, "kB"))
-    said = f"{size / unit:.3g} {name} of keys and values"
+    said = f"{in_bytes(row['kv_bytes'])} of keys and values"
     if full.empty:
         return said
     return f"{said}, {_percent(row['kv_bytes'] / full['kv_bytes'].iloc[0])} of the full cache"
