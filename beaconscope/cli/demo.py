@@ -166,12 +166,14 @@ def _make_folder(folder: Path, force: bool) -> None:
 
 
 def _outcome(trace: Trace, problem: Problem) -> str:
-    """The answer, and whether it is right."""
+    """The answer, and whether it is right; a chain that has lost its way goes on up to the limit without one."""
     from beaconscope.reasoner import solve
 
     right = str(solve(problem).answer)
     words = [str(token).strip() for token in trace.tokens.token[trace.prompt_length :]]
-    said = words[words.index("answer") + 2] if "answer" in words[:-2] else "none"
+    if "answer" not in words[:-2]:
+        return f"no answer in {len(words)} tokens, then stopped (it is {right})"
+    said = words[words.index("answer") + 2]
     return f"answer {said}, right" if said == right else f"answer {said}, wrong (it is {right})"
 
 
@@ -184,9 +186,8 @@ def _agreement(trace: Trace, analysis: dict[str, Any]) -> str:
     first = summary["length"] - summary["steps"]
     seen = agreement(truth(trace), found, window=summary["window"], first=first)
     return (
-        f"{len(found)} found. The task has {seen.wanted} looks farther back than {summary['window']} tokens, and "
-        f"{seen.right} of them are among those; {seen.near} look less far back, and {seen.found - seen.right} are no "
-        "looks of the task"
+        f"{len(found)} found: {seen.right} of the {seen.wanted} looks that the task has farther back than "
+        f"{summary['window']} tokens, {seen.near} of its nearer ones, and {seen.found - seen.right} that it does not have"
     )
 
 

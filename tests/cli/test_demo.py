@@ -21,7 +21,7 @@ def test_the_demo_goes_the_whole_way_and_says_what_it_found(run, tmp_path: Path)
     assert "right" in found["full cache"]
     # and nothing of what the task looks for escapes the analysis
     words = found["revisits"].split()
-    looks, seen = (int(words[words.index(before) + 1]) for before in ("has", "and"))
+    seen, looks = (int(words[words.index("found:") + number]) for number in (1, 4))
     assert looks > 10
     assert seen >= 0.95 * looks
     # and the report is there, and both traces are whole

@@ -195,10 +195,9 @@ def test_the_shadow_of_a_full_cache_is_what_the_reference_does_without_evicting(
     assert all(len(run.changes) >= 7 for run in runs)
 
 
-SAME = (
-    *("query", "key", "beacon", "beacon_similarity", "mass_sink", "mass_local", "mass_distant"),
-    *("hit_position", "hit_mass"),
-)
+SAME = ("query", "key", "beacon", "hit_position")
+CLOSE = ("beacon_similarity", "mass_sink", "mass_local", "mass_distant", "hit_mass")
+"""Products of more heads at once may be rounded otherwise, which depends on where in memory they lie."""
 
 
 @pytest.mark.parametrize(
@@ -216,6 +215,8 @@ def test_what_is_recorded_of_a_head_does_not_depend_on_what_else_is(policy, tmp_
         ours, theirs = part.head(*at), everything.head(*at)
         for name in SAME:
             np.testing.assert_array_equal(getattr(ours, name), getattr(theirs, name))
+        for name in CLOSE:
+            np.testing.assert_allclose(getattr(ours, name), getattr(theirs, name), rtol=1e-5, atol=1e-6)
         assert ours.value is None
         assert evictions_of(part, at) == evictions_of(everything, at)
         frames = [trace.beacons(*at).drop(columns="vector") for trace in (part, everything)]
