@@ -27,8 +27,12 @@ from beaconscope.report.svg import ACCENT, FAINT, INK, LOSS, MUTED, OKABE_ITO, D
 _WIDTH = 720.0
 _DASHES = ("", "7 2", "2 2", "9 3 2 3", "12 3")
 """So that curves are told apart without their colours."""
+_MOST_COLUMNS = 320
+"""Of the overview."""
 _MOST_LIVES = 120
 """Beacons that fit a page; the first ones."""
+_WORD = 14
+"""Letters shown of a beacon's token."""
 _PNG_SECONDS = 120.0
 """That a Chromium is given to draw one."""
 _BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
@@ -120,10 +124,6 @@ def _to_png(browser: str, svg: Path, drawing: Drawing) -> Path:
     return png
 
 
-def _binned(values: npt.NDArray[np.float64], bins: int) -> list[npt.NDArray[np.float64]]:
-    return [part[np.isfinite(part)] for part in np.array_split(values, bins)]
-
-
 def _axis(drawing: Drawing, low: float, high: float, left: float, right: float, y: float, label: str) -> None:
     """Ticks along the bottom."""
     for tick in ticks(low, high, 6):
@@ -141,28 +141,32 @@ def _overview(collected: Collected) -> Drawing:
     score = np.zeros(length)
     for row in about["revisits"]:
         score[row["position"]] = row["score"]
-    bins = min(length, 320)
-    sums = [float(part.sum()) for part in _binned(score, bins)]
-    wide = (right - left) / bins
+    # Every column but the last is of so many tokens: sums compare, and each column lies where its tokens do.
+    per = math.ceil(length / _MOST_COLUMNS)
+    columns = [(start, min(length, start + per)) for start in range(0, length, per)]
+
+    def bar(start: int, stop: int, base: float, tall: float, colour: str) -> None:
+        wide = (right - left) / length
+        drawing.rect(left + start * wide, base - tall, (stop - start) * wide * 0.9, tall, colour)
+
     drawing.rect(left, 8, right - left, 52, FAINT)
-    for index, value in enumerate(sums):
+    sums = [float(score[start:stop].sum()) for start, stop in columns]
+    for (start, stop), value in zip(columns, sums, strict=True):
         if value > 0:
-            tall = max(1.0, 52 * value / max(sums))
-            drawing.rect(left + index * wide, 60 - tall, wide * 0.9, tall, ACCENT)
+            bar(start, stop, 60, max(1.0, 52 * value / max(sums)), ACCENT)
     drawing.text(left - 8, 34, "revisits", anchor="end")
     drawing.rect(left, 66, right - left, 20, FAINT)
-    lost = _binned(collected.pack.numbers("lost_share"), bins)
-    for index, part in enumerate(lost):
-        if len(part) and part.mean() > 0:
-            drawing.rect(left + index * wide, 86 - 20 * part.mean(), wide * 0.9, 20 * part.mean(), LOSS)
+    lost = collected.pack.numbers("lost_share")
+    for start, stop in columns:
+        known = lost[start:stop][np.isfinite(lost[start:stop])]
+        if len(known) and known.mean() > 0:
+            bar(start, stop, 86, 20 * float(known.mean()), LOSS)
     drawing.text(left - 8, 76, "lost", anchor="end")
     phase = collected.pack.array("phase")
     edges = np.flatnonzero(np.diff(phase)) + 1
     for start, stop in zip([0, *edges], [*edges, length], strict=True):
-        x = left + start / length * (right - left)
-        drawing.rect(
-            x, 92, (stop - start) / length * (right - left) - 1, 10, (MUTED, "#9cc6e0", "#009e73")[phase[start]]
-        )
+        x, wide = (left + start / length * (right - left), (stop - start) / length * (right - left))
+        drawing.rect(x, 92, max(0.5, wide - 1), 10, (MUTED, "#9cc6e0", "#009e73")[phase[start]])
     drawing.text(left - 8, 97, "phase", anchor="end")
     _axis(drawing, 0, length, left, right, 104, "position (phases: grey prompt, blue thought, green answer)")
     return drawing
@@ -268,33 +272,40 @@ def _beacons(collected: Collected) -> Drawing | None:
     steps, counts = collected.pack.array(f"{name}.step"), collected.pack.array(f"{name}.count")
     entries = np.split(collected.pack.array(f"{name}.source").astype(np.int64) - 1, np.cumsum(counts)[:-1])
     length = collected.about["trace"]["length"]
-    lives: list[tuple[int, int, str]] = []
+    # A change at a step is in force from the next position on. A centroid is known by its number, which is kept apart
+    # from positions by its sign.
+    lives: list[tuple[int, int, int]] = []
     alive: dict[int, int] = {}
     for step, sources in zip(steps.tolist(), entries, strict=True):
-        # A centroid is known by its number, which is kept apart from positions by its sign.
         now = {int(source) if source >= 0 else -1 - index for index, source in enumerate(sources)}
         for gone in set(alive) - now:
-            lives.append((alive.pop(gone), step, _beacon_name(gone)))
+            lives.append((alive.pop(gone), step + 1, gone))
         for new in now - set(alive):
-            alive[new] = step
-    lives += [(birth, length, _beacon_name(key)) for key, birth in alive.items()]
+            alive[new] = step + 1
+    lives += [(birth, length, key) for key, birth in alive.items()]
     every = len(lives)
-    lives = sorted(lives)[:_MOST_LIVES]
-    left, right, bar = 84.0, _WIDTH - 14, 9.0
+    lives = sorted(lives, key=lambda life: (life[0], life[2] if life[2] >= 0 else -1 - life[2]))[:_MOST_LIVES]
+    left, right, bar = 104.0, _WIDTH - 14, 9.0
     drawing = Drawing(_WIDTH, 20 + bar * len(lives) + 44)
-    for row, (birth, end, label) in enumerate(lives):
+    for row, (birth, end, key) in enumerate(lives):
         x = left + birth / length * (right - left)
         drawing.rect(x, 10 + row * bar, max(1.5, (end - birth) / length * (right - left)), bar - 2, ACCENT)
+        label = f"{_word(collected, key)} {key:,}" if key >= 0 else f"centroid {-1 - key}"
         drawing.text(left - 6, 10 + row * bar + bar / 2 - 1, label, anchor="end", size=8)
-    said = f"beacons of head {head['name']}, by position"
+    said = f"beacons of head {head['name']}: the query that each was taken from, and when it was in force, by position"
     if len(lives) < every:
         said += f"; the first {len(lives)} of {every:,}"
     _axis(drawing, 0, length, left, right, 12 + bar * len(lives), said)
     return drawing
 
 
-def _beacon_name(key: int) -> str:
-    return f"query {key:,}" if key >= 0 else f"centroid {-1 - key}"
+def _word(collected: Collected, position: int) -> str:
+    """The text of a token on one line, short."""
+    text = str(collected.about["dictionary"][int(collected.pack.array("text")[position])])
+    line = " ".join(text.split())
+    if not line:
+        return "↵" if "\n" in text else "(blank)"
+    return line if len(line) <= _WORD else f"{line[:_WORD].rstrip()} …"
 
 
 def _tradeoff(replay: dict[str, Any] | None) -> Drawing | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import xml.dom.minidom
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,11 +14,11 @@ from beaconscope.errors import BeaconScopeError
 from beaconscope.report import write_figures
 from beaconscope.report.beacons import BeaconTrack, cluster_curves
 from beaconscope.report.collect import Collected
-from beaconscope.report.figures import _beacons, _to_png
+from beaconscope.report.figures import _beacons, _overview, _to_png
 from beaconscope.report.looks import Looks, gather
 from beaconscope.report.pack import Pack
 from beaconscope.report.space import lay_out, shown_positions
-from beaconscope.report.svg import Drawing
+from beaconscope.report.svg import ACCENT, LOSS, Drawing
 from tests.report.made import HOSTILE, PLAIN, hostile_trace, subject
 
 
@@ -111,11 +112,90 @@ def test_a_figure_says_how_many_beacons_it_leaves_out() -> None:
     pack.add("beacons.0.step", np.arange(130, dtype=np.uint32))
     pack.add("beacons.0.count", np.ones(130, np.uint16))
     pack.add("beacons.0.source", np.arange(1, 131, dtype=np.uint8))
-    about = {"trace": {"length": 200}, "heads": [{"number": 0, "name": "0.0.0", "rank": 0}]}
+    pack.add("text", np.zeros(200, np.uint8))
     # WHEN its beacons are drawn
-    drawn = str(_beacons(Collected(about, pack, gather([]), None, [])))
+    drawn = str(_beacons(Collected(about_of(200, ["a"]), pack, gather([]), None, [])))
     # THEN those that find no room are counted
-    assert "beacons of head 0.0.0, by position; the first 120 of 130" in drawn
+    assert "by position; the first 120 of 130" in drawn
+
+
+def test_beacons_of_a_figure_are_named_by_their_word_and_sorted_as_numbers() -> None:
+    # GIVEN a head that took beacons from the queries 107, 13 and 1 at step 120, and 13 alone at step 140
+    pack = Pack()
+    pack.add("beacons.0.step", np.array([120, 140], np.uint32))
+    pack.add("beacons.0.count", np.array([3, 1], np.uint16))
+    pack.add("beacons.0.source", np.array([107, 13, 1, 13], np.uint8) + np.uint8(1))
+    pack.add("text", np.isin(np.arange(200), [1, 13]).astype(np.uint8))
+    # WHEN its beacons are drawn
+    drawing = xml.dom.minidom.parseString(
+        str(_beacons(Collected(about_of(200, [" plan\n", "<b>"]), pack, gather([]), None, [])))
+    )
+    # THEN they come by position, each with its word
+    texts = [text.firstChild.data for text in drawing.getElementsByTagName("text")]
+    assert texts[:3] == ["<b> 1", "<b> 13", "plan 107"]
+    # AND a bar is on the axis from the position after a change to the one that ends it
+    left, right = axis(drawing, 200)
+    drawn = [(x, x + wide) for x, wide in bars(drawing, ACCENT)]
+    spans = [tuple(round((edge - left) / (right - left) * 200) for edge in edges) for edges in drawn]
+    assert spans == [(121, 141), (121, 200), (121, 141)]
+
+
+@pytest.mark.parametrize("length", [1, 2, 300, 360, 479, 640, 5000])
+def test_revisits_and_losses_of_the_overview_are_drawn_at_their_positions(length: int) -> None:
+    for position in sorted({0, length // 3, length // 2, length - 1}):
+        # GIVEN a trace in which one position revisits and loses
+        pack = Pack()
+        pack.add("phase", np.ones(length, np.uint8))
+        pack.add_numbers("lost_share", np.where(np.arange(length) == position, 1.0, 0.0))
+        about = about_of(length) | {"revisits": [{"position": position, "score": 2.0}]}
+        # WHEN it is drawn
+        drawing = xml.dom.minidom.parseString(str(_overview(Collected(about, pack, gather([]), None, []))))
+        # THEN each bar is, by the ticks of the axis, over that position and at most a 320th of the axis wide
+        left, right = axis(drawing, length)
+        for colour in (ACCENT, LOSS):
+            ((x, wide),) = bars(drawing, colour)
+            first, last = ((edge - left) / (right - left) * length for edge in (x, x + wide / 0.9))
+            assert first - 0.02 * length / 320 <= position < last + 0.02 * length / 320
+            assert last - first < max(1, length / 320) + 1.02
+
+
+def test_columns_of_the_overview_are_of_equally_many_tokens() -> None:
+    # GIVEN a trace of which every position revisits as strongly, of a length that 320 does not divide
+    pack = Pack()
+    pack.add("phase", np.ones(360, np.uint8))
+    pack.add_numbers("lost_share", np.zeros(360))
+    about = about_of(360) | {"revisits": [{"position": position, "score": 2.0} for position in range(360)]}
+    # WHEN it is drawn THEN all columns are as high and as wide
+    drawing = xml.dom.minidom.parseString(str(_overview(Collected(about, pack, gather([]), None, []))))
+    drawn = [rect for rect in drawing.getElementsByTagName("rect") if rect.getAttribute("fill") == ACCENT]
+    assert {rect.getAttribute("height") for rect in drawn} == {"52.00"}
+    assert len({rect.getAttribute("width") for rect in drawn}) == 1
+
+
+def about_of(length: int, dictionary: list[str] | None = None) -> dict[str, Any]:
+    head = {"number": 0, "name": "0.0.0", "rank": 0}
+    return {"trace": {"length": length}, "heads": [head], "dictionary": dictionary or [""]}
+
+
+def bars(drawing: xml.dom.minidom.Document, colour: str) -> list[tuple[float, float]]:
+    """Left edge and width of the boxes of a colour."""
+    return [
+        (float(rect.getAttribute("x")), float(rect.getAttribute("width")))
+        for rect in drawing.getElementsByTagName("rect")
+        if rect.getAttribute("fill") == colour
+    ]
+
+
+def axis(drawing: xml.dom.minidom.Document, length: int) -> tuple[float, float]:
+    """Where 0 and the length are, by the first and last tick that are written along the bottom."""
+    written = [
+        (float(text.firstChild.data.replace(",", "")), float(text.getAttribute("x")))
+        for text in drawing.getElementsByTagName("text")
+        if text.getAttribute("text-anchor") == "middle" and text.firstChild.data.replace(",", "").isdigit()
+    ]
+    (low, x), (high, other) = written[0], written[-1]
+    per = (other - x) / (high - low)
+    return x - low * per, x + (length - low) * per
 
 
 @pytest.mark.parametrize("does", ["exit 1", "exit 0", "exec sleep 30"])

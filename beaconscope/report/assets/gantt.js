@@ -46,7 +46,9 @@ export function makeGantt(parent, store, jump) {
         const y = PLACE.top + row * BAR;
         const chosen = store.state.beacon === life.key;
         context.fillStyle = chosen ? colours.loss : cividisCss(0.15 + 0.85 * Math.sqrt(life.members / most));
-        context.fillRect(scale(life.birth + 1), y + 2, Math.max(2, scale(life.end) - scale(life.birth + 1)), BAR - 4);
+        // A change at a step is in force from the next position on.
+        const [from, to] = [life.birth + 1, Math.min(data.length, life.end + 1)].map(scale);
+        context.fillRect(from, y + 2, Math.max(2, to - from), BAR - 4);
         if (life.source >= 0) {
           context.fillStyle = colours.muted;
           context.fillRect(scale(life.source + 0.5) - 1, y + 4, 2, BAR - 8);

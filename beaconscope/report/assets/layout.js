@@ -37,20 +37,21 @@ export function visibleRows(scroll, height, rowHeight, rows, more = 6) {
   return [first, Math.max(first, last)];
 }
 
-/** Sums, largest values or shares of values in `bins` equal parts; NaN where a part has none. */
-export function binned(values, bins, how) {
-  const result = new Float64Array(bins).fill(NaN);
-  const seen = new Float64Array(bins);
+/**
+ * Sums or means of `per` values after another; NaN where a part has none. Every part but the last is of as many values,
+ * so that sums compare and a part lies where its values do.
+ */
+export function binned(values, per, how) {
+  const result = new Float64Array(Math.ceil(values.length / per)).fill(NaN);
+  const seen = new Float64Array(result.length);
   for (let index = 0; index < values.length; index++) {
     const value = values[index];
     if (Number.isNaN(value)) continue;
-    const bin = Math.min(bins - 1, Math.floor((index * bins) / values.length));
+    const bin = Math.floor(index / per);
     seen[bin]++;
-    if (Number.isNaN(result[bin])) result[bin] = value;
-    else if (how === "max") result[bin] = Math.max(result[bin], value);
-    else result[bin] += value;
+    result[bin] = seen[bin] === 1 ? value : result[bin] + value;
   }
-  if (how === "mean") for (let bin = 0; bin < bins; bin++) result[bin] /= seen[bin] || 1;
+  if (how === "mean") for (let bin = 0; bin < result.length; bin++) result[bin] /= seen[bin] || 1;
   return result;
 }
 

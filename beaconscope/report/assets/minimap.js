@@ -48,37 +48,41 @@ export function makeMinimap(parent, store, windowOf, moveWindow) {
   const height = evicts ? 106 : 78;
   let cache = null;
 
+  /** Bars of at least two pixels, of as many tokens each. */
   function bins(width) {
-    const number = Math.min(data.length, Math.max(1, Math.floor(width / 2)));
-    if (!cache || cache.number !== number) {
+    const per = Math.ceil(data.length / Math.max(1, Math.floor(width / 2)));
+    if (!cache || cache.per !== per) {
       cache = {
-        number,
-        score: binned(data.score, number, "sum"),
-        lost: binned(lost, number, "mean"),
-        gone: binned(gone, number, "mean"),
+        per,
+        score: binned(data.score, per, "sum"),
+        lost: binned(lost, per, "mean"),
+        gone: binned(gone, per, "mean"),
       };
     }
     return cache;
   }
 
   function strip(context, values, [top, bottom], scale, colour, most) {
-    const { number } = cache;
-    const per = data.length / number;
-    const bar = Math.max(1, scale(per) - scale(0) - 0.4);
     context.fillStyle = colour;
-    for (let bin = 0; bin < number; bin++) {
+    for (let bin = 0; bin < values.length; bin++) {
       const value = values[bin];
       if (!(value > 0) || !(most > 0)) continue;
       const tall = Math.max(1, (bottom - top) * Math.min(1, value / most));
-      context.fillRect(scale(bin * per), bottom - tall, bar, tall);
+      const [from, to] = edges(bin).map(scale);
+      context.fillRect(from, bottom - tall, Math.max(1, to - from - 0.4), tall);
     }
+  }
+
+  /** First and past-the-last token of a bar. */
+  function edges(bin) {
+    return [bin * cache.per, Math.min(data.length, (bin + 1) * cache.per)];
   }
 
   /** All that does not move with the selection. */
   function strips(context, { width, colours }) {
     const { left, right } = gutter(width);
     const scale = linear([0, data.length], [left, width - right]);
-    const { number, score } = bins(width - left - right);
+    const { score } = bins(width - left - right);
     const best = Math.max(...score.filter((value) => !Number.isNaN(value)), 0);
     context.font = SMALL;
     context.textBaseline = "middle";
@@ -87,11 +91,11 @@ export function makeMinimap(parent, store, windowOf, moveWindow) {
     strip(context, score, rows.revisit, scale, colours.accent, best);
     if (evicts) {
       strip(context, cache.lost, rows.lost, scale, colours.loss, 1);
-      const per = data.length / number;
-      for (let bin = 0; bin < number; bin++) {
+      for (let bin = 0; bin < cache.gone.length; bin++) {
         if (!(cache.gone[bin] > 0)) continue;
+        const [from, to] = edges(bin).map(scale);
         context.fillStyle = withAlpha("#777777", 0.15 + 0.75 * cache.gone[bin]);
-        context.fillRect(scale(bin * per), rows.gone[0], Math.max(1, scale(per) - scale(0)), rows.gone[1] - rows.gone[0]);
+        context.fillRect(from, rows.gone[0], Math.max(1, to - from), rows.gone[1] - rows.gone[0]);
       }
       context.fillStyle = colours.ink;
       if (compressions.length < (width - left - right) / 4) {
@@ -197,8 +201,7 @@ export function makeMinimap(parent, store, windowOf, moveWindow) {
           { key: "score", name: "revisit score" }, { key: "lost", name: "share lost" }, { key: "gone", name: "dropped by the end" },
         ],
         rows: Array.from(means.score, (score, bin) => ({
-          first: Math.ceil((bin * data.length) / means.number),
-          last: Math.ceil(((bin + 1) * data.length) / means.number) - 1,
+          first: edges(bin)[0], last: edges(bin)[1] - 1,
           score, lost: means.lost[bin], gone: means.gone[bin],
         })),
       };

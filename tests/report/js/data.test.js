@@ -108,7 +108,17 @@ test("rows break where a token does not fit, and after a line end", () => {
 test("bins without any value stay missing", () => {
   assert.deepEqual([...binned([1, 2, NaN, NaN], 2, "sum")], [3, NaN]);
   assert.deepEqual([...binned([1, 3, 5, 9], 2, "mean")], [2, 7]);
-  assert.deepEqual([...binned([1, 3, 5, 9], 2, "max")], [3, 9]);
+});
+
+test("bins are of as many values each, but for the last", () => {
+  for (const length of [300, 360, 479, 5000]) {
+    const per = Math.ceil(length / 320);
+    const ones = binned(new Float64Array(length).fill(1), per, "sum");
+    assert.deepEqual(new Set(ones.slice(0, -1)), new Set([per]));
+    assert.equal(ones.reduce((sum, value) => sum + value), length);
+    assert.equal(ones.length, Math.ceil(length / per));
+  }
+  assert.deepEqual([...binned([1, 3, 5], 2, "mean")], [2, 5]);
 });
 
 test("text is found over token borders, whatever the case", () => {
