@@ -1,7 +1,7 @@
 """Models: load one, tap its attention, undo its rotary embedding."""
 
 from beaconscope.models.compat import cache_argument
-from beaconscope.models.load import LoadedModel, LoadOptions, load_model
+from beaconscope.models.load import LoadedModel, LoadOptions, is_bundled, load_model
 from beaconscope.models.tap import LayerInfo, TappedModel, tap
 from beaconscope.models.tokens import token_bytes
 
@@ -11,6 +11,7 @@ __all__ = [
     "LoadedModel",
     "TappedModel",
     "cache_argument",
+    "is_bundled",
     "load_model",
     "tap",
     "token_bytes",

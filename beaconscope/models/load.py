@@ -96,6 +96,11 @@ def load_model(options: LoadOptions) -> LoadedModel:
     return LoadedModel(model, tokenizer, options.model, options.revision)
 
 
+def is_bundled(model: PreTrainedModel) -> bool:
+    """Whether it is the model that comes with BeaconScope."""
+    return bool(getattr(model.config, "_name_or_path", "") == str(BUNDLED_FOLDER))
+
+
 def pick_device(name: str) -> torch.device:
     """Turn ``auto`` or the name of a device into a device that is there.
 

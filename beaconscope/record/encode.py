@@ -5,6 +5,8 @@ The tokenizer is not asked for its warning of a long text: whether it fits is th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from transformers import PreTrainedTokenizerBase
 
 from beaconscope.errors import BeaconScopeError
@@ -41,6 +43,21 @@ def encode_completion(tokenizer: PreTrainedTokenizerBase, completion: str) -> li
     if not ids:
         raise BeaconScopeError("the completion has no tokens; give some text")
     return ids
+
+
+def count_unknown(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> tuple[int, int]:
+    """How many tokens of texts the tokenizer does not know, and how many tokens there are.
+
+    A tokenizer that can write everything, such as a byte-level one, has no token for what it does not know, or never
+    puts it. Where a text itself names that token, it is known.
+    """
+    unknown = tokenizer.unk_token_id
+    # Some name the token that ends or begins a text, which may be put into any.
+    if unknown is None or unknown in (tokenizer.eos_token_id, tokenizer.bos_token_id):
+        return 0, 0
+    ids = [tokenizer(text, add_special_tokens=False, verbose=False).input_ids for text in texts]
+    named = sum(text.count(str(tokenizer.unk_token)) for text in texts)
+    return max(0, sum(each.count(unknown) for each in ids) - named), sum(map(len, ids))
 
 
 def _in_template(tokenizer: PreTrainedTokenizerBase, prompt: str, system: str | None) -> str:

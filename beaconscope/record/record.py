@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -26,9 +27,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from beaconscope.errors import BeaconScopeError, UsageError, no_memory
 from beaconscope.kv.cache import CompressedCache
-from beaconscope.models import TappedModel, tap, token_bytes
+from beaconscope.models import TappedModel, is_bundled, tap, token_bytes
 from beaconscope.progress import Note, Progress
-from beaconscope.record.encode import encode_completion, encode_prompt
+from beaconscope.record.encode import count_unknown, encode_completion, encode_prompt
 from beaconscope.record.generate import Generation
 from beaconscope.record.options import RecordOptions, with_shadow
 from beaconscope.record.plan import Plan, make_plan
@@ -39,6 +40,8 @@ from beaconscope.record.vocabulary import end_tokens, kinds_of_tokens, special_i
 from beaconscope.trace import HeadBlock, Journal, TokenBlock, Trace, journal_path, load_trace
 
 _LIBRARIES = ("torch", "transformers", "numpy", "pyarrow")
+_NAMES = 3
+"""Prompts of a batch that a note names."""
 
 
 def record(
@@ -71,7 +74,8 @@ def record(
     model_id, revision
         Kept in the trace; default to what the model says of itself.
     progress, note
-        Told how many new tokens are there, of how many at most, and what is worth knowing.
+        Told how many new tokens are there, of how many at most, and what is worth knowing. Without ``note`` only
+        tokens that the model does not know are spoken of, as a warning.
 
     Returns
     -------
@@ -127,7 +131,7 @@ def record_prompts(
     if options is not None and options.completion is not None:
         raise UsageError("a completion belongs to one prompt; give each prompt its own")
     paths, unfinished = find_unfinished(prompts, Path(folder), force=force, note=note)
-    job = _Job(model, tokenizer, options or RecordOptions(), model_id, revision, progress, note)
+    job = _Job(model, tokenizer, options or RecordOptions(), model_id, revision, progress, note, many=True)
     with traces_folder(Path(folder)):
         for batch in prompt_batches(unfinished, batch_size):
             try:
@@ -159,14 +163,19 @@ class _Job:
         revision: str | None,
         progress: Progress | None,
         note: Note | None,
+        *,
+        many: bool = False,
     ) -> None:
         self.options = with_shadow(options)
+        self._many = many
         self._tapped: TappedModel = tap(model)
         self._tokenizer = tokenizer
         self._model_id = model_id or getattr(model.config, "_name_or_path", "") or type(model).__name__
         self._revision = revision
         self._progress = progress or (lambda done, total: None)
         self._note = note or (lambda text: None)
+        # Who asked for no notes has to know of it all the same.
+        self._warn = note or (lambda text: warnings.warn(text, stacklevel=5))
 
     def run(self, prompts: Sequence[Prompt], outputs: Sequence[Path], force: bool) -> bool:
         """Record one batch; True when it was interrupted."""
@@ -175,6 +184,7 @@ class _Job:
         forced = None if given is None else encode_completion(self._tokenizer, given)
         if self.options.prefill_chunk is not None and len({len(text.ids) for text in texts}) > 1:
             raise UsageError("prompts of different lengths cannot be fed in chunks together; give --batch-size 1")
+        self._warn_of_unknown(prompts, given)
         plan = make_plan(
             self._tapped,
             self.options,
@@ -183,7 +193,7 @@ class _Job:
             outputs[0].resolve().parent,
         )
         for line in plan.notes:
-            self._note(line)
+            self._say(prompts, line)
         try:
             with ExitStack() as stack:
                 journals = [
@@ -204,17 +214,47 @@ class _Job:
             if not left or not no_memory(error):
                 raise
             raise BeaconScopeError(f"no memory is left; {left}") from error
-        self._note_cache(run)
+        if not interrupted:
+            self._note_cache(prompts, run)
         return interrupted
 
-    def _note_cache(self, run: _Run) -> None:
+    def _warn_of_unknown(self, prompts: Sequence[Prompt], completion: str | None) -> None:
+        """Say when texts have tokens that the model does not know."""
+        system = [] if self.options.system is None else [self.options.system]
+        texts = [(f"the prompt{self._named([each])}", [*system, each.prompt]) for each in prompts]
+        if completion is not None:
+            texts.append((f"the completion{self._named(prompts)}", [completion]))
+        for what, parts in texts:
+            count, total = count_unknown(self._tokenizer, parts)
+            if count:
+                text = (
+                    f"{count} of {total} tokens of {what} {'is' if count == 1 else 'are'} unknown to this model "
+                    f"({self._tokenizer.unk_token}), which cannot tell them apart."
+                )
+                if is_bundled(self._tapped.model):
+                    text += " It reads only problems of its own, as `python -m beaconscope.reasoner` prints them."
+                self._warn(text)
+
+    def _named(self, prompts: Sequence[Prompt]) -> str:
+        """Which of many prompts these are; nothing where there is only one."""
+        if not self._many:
+            return ""
+        names = ", ".join(prompt.id for prompt in prompts[:_NAMES])
+        return f" {names}" + (f" and {len(prompts) - _NAMES} more" if len(prompts) > _NAMES else "")
+
+    def _say(self, prompts: Sequence[Prompt], text: str) -> None:
+        """Tell what is worth knowing of a batch."""
+        self._note(f"Prompt{'s' if len(prompts) > 1 else ''}{self._named(prompts)}: {text}" if self._many else text)
+
+    def _note_cache(self, prompts: Sequence[Prompt], run: _Run) -> None:
         """Say when nothing was compressed, and what would have changed that."""
         policy = self.options.policy
         longest = max(run.generation.lengths)
         if policy.capacity is not None and longest < policy.capacity:
             text = f"The cache never filled: {longest} tokens, {policy.capacity} slots. Nothing was compressed"
             most = longest - policy.interval
-            self._note(text + (f"; a --budget of at most {most} would have." if most > policy.protected else "."))
+            remedy = f"; a --budget of at most {most} would have." if most > policy.protected else "."
+            self._say(prompts, text + remedy)
 
     def _metadata(self, text: _Text) -> dict[str, Any]:
         model = self._tapped.model

@@ -105,7 +105,13 @@ def test_each_prompt_has_the_room_that_the_context_leaves_it(tmp_path):
         same(ours, theirs)
         assert ours.length - ours.prompt_length == wanted
         assert ours.whole
-    assert "The model's context of 64 tokens leaves room for 20 new ones, not 30." in notes
+    room = "The model's context of 64 tokens leaves room for 20 new ones, not 30."
+    assert [note for note in notes if note.endswith(room)] == [
+        f"Prompt long: {room}",
+        f"Prompts long, short, middle: {room}",
+    ]
+    # AND what is said of each names it
+    assert sum(note.startswith("Prompt short: The trace takes at most about ") for note in notes) == 1
 
 
 def test_a_prompt_with_a_completion_runs_alone_in_between(tmp_path):
