@@ -24,6 +24,14 @@ class Command(TyperCommand):
     Anything else that is raised is a fault of BeaconScope and keeps its traceback.
     """
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read options; what is wrong with a value is said without the name of the library's own error."""
+        try:
+            return super().parse_args(ctx, args)
+        except typer.BadParameter as error:
+            error.message = error.message.removeprefix("Value error, ")
+            raise
+
     def invoke(self, ctx: Any) -> Any:
         """Run the command; exit code 2 for options that cannot hold together, 1 for any other mendable problem.
 
@@ -48,11 +56,9 @@ class Command(TyperCommand):
             line = "no memory is left; ask for less at a time, or free some"
             _say(error, line, verbose=ctx.params.get("verbose", False))
         except KeyboardInterrupt as interrupt:
-            # Ctrl-C says nothing, unless something was left that the user should know of.
-            if not interrupt.args:
-                raise
             code = INTERRUPTED
-            _say(interrupt, str(interrupt), verbose=ctx.params.get("verbose", False))
+            line = str(interrupt) or "stopped before it was done"
+            _say(interrupt, line, verbose=ctx.params.get("verbose", False))
         raise typer.Exit(code)
 
 

@@ -1,6 +1,7 @@
 """What a person sees of an error, whichever command raises it."""
 
 import errno
+from typing import Annotated, Literal
 
 import pytest
 import typer
@@ -46,6 +47,28 @@ def test_a_problem_of_the_system_names_the_file():
     result = run(OSError(errno.ENOSPC, "No space left on device", "trace.parquet"))
     assert result.exit_code == 1
     assert result.stderr == "error: trace.parquet: No space left on device; make room\n"
+
+
+@pytest.mark.parametrize(
+    ("interrupt", "says"),
+    [(KeyboardInterrupt(), "stopped before it was done"), (KeyboardInterrupt("stopped; go on"), "stopped; go on")],
+)
+def test_ctrl_c_is_one_line_too(interrupt, says):
+    result = run(interrupt)
+    assert result.exit_code == 130
+    assert result.stderr == f"error: {says}\n"
+
+
+def test_a_value_that_is_none_of_the_choices_is_said_plainly():
+    app = typer.Typer()
+
+    @app.command(cls=Command)
+    def work(size: Annotated[Literal["small", "large"], typer.Option()] = "small") -> None: ...
+
+    result = CliRunner().invoke(app, ["--size", "300"])
+    assert result.exit_code == 2
+    assert "'300' is not one of 'small', 'large'" in " ".join(result.stderr.replace("│", " ").split())
+    assert "Value error" not in result.stderr
 
 
 def test_a_fault_of_the_program_keeps_its_traceback():
