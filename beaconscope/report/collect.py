@@ -10,7 +10,6 @@ Texts are never in the JSON but for the dictionary of tokens, so that redacting 
 
 from __future__ import annotations
 
-import shlex
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +19,7 @@ import pandas as pd
 
 from beaconscope.progress import Progress
 from beaconscope.report.beacons import BeaconTrack, beacon_track, cluster_curves
+from beaconscope.report.command import recording_command
 from beaconscope.report.findings import Findings
 from beaconscope.report.looks import Looks, full_looks, gather, recorded_looks
 from beaconscope.report.options import ReportOptions
@@ -354,27 +354,5 @@ def _trace_facts(trace: Trace, redact: bool) -> dict[str, Any]:
         "timings": metadata.get("timings", {}),
         "peak_memory": metadata.get("peak_memory", {}),
         "ended": metadata.get("ended"),
-        "command": _command(trace, redact),
+        "command": recording_command(trace, redact),
     }
-
-
-def _command(trace: Trace, redact: bool) -> str:
-    """The recording's command, put together from its options; the name of the prompt's file is not in a trace."""
-    options, policy = trace.options, trace.policy
-    said = ["beaconscope", "record", "--model", "MODEL" if redact else (trace.model_id or "MODEL"), "--prompt", "FILE"]
-    name = policy.get("name")
-    if name:
-        params = policy.get("params") or {}
-        inside = ",".join(f"{key}={value}" for key, value in params.items() if value is not None)
-        said += ["--cache", f"{name}:{inside}" if inside else str(name)]
-    for flag, key in (("--layers", "layers"), ("--heads", "heads"), ("--max-new-tokens", "max_new_tokens")):
-        if options.get(key) is not None:
-            said += [flag, str(options[key])]
-    if options.get("hits") is not None:
-        said += ["--hits", str(options["hits"])]
-    sampling = options.get("sampling") or {}
-    if sampling.get("temperature"):
-        said += ["--temperature", str(sampling["temperature"]), "--seed", str(sampling.get("seed", 0))]
-    if options.get("raw"):
-        said.append("--raw")
-    return shlex.join(said)

@@ -82,7 +82,7 @@ export function makeCard(parent, store, about) {
       fact("text", trace.teacher_forced ? "given beforehand and read by the model (teacher-forced)" : null),
       fact("made on", [trace.created, trace.device, trace.timings?.tokens_per_second ? `${decimal(trace.timings.tokens_per_second, 1)} tokens/s` : null, trace.peak_memory?.host ? `${bytes(trace.peak_memory.host)} of memory` : null].filter(Boolean).join(" · ")),
       fact("versions", Object.entries(trace.versions).map(([name, value]) => `${name} ${value}`).join(", ")),
-      fact("recorded by", el("code", {}, trace.command)),
+      fact("recorded by", [el("code", {}, trace.command), el("p", { class: "caption" }, "Put together from the options in the trace, which does not have the names of files; what is not said is at its default.")]),
       about.command ? fact("report by", el("code", {}, `${about.command}  (BeaconScope ${about.version}, ${about.made})`)) : null,
       fact("left out", leftOut.length ? el("ul", {}, leftOut.map((line) => el("li", {}, line))) : "nothing"),
       summary.missing_vectors ? fact("missing", `${count(summary.missing_vectors)} queries or keys that are not finite`) : null,

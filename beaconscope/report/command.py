@@ -1,0 +1,113 @@
+"""The command that makes a recording, put together from what its trace says of it.
+
+A trace has every option of its recording, and of the model its name and the type that its weights had. It does not have
+the names of the files that the texts came from: those are for the reader to fill in.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from beaconscope.trace import Trace
+
+_DTYPES = ("float32", "float16", "bfloat16")
+_ONE_PROMPT = "prompt"
+"""Name of the prompt of a recording that has only one."""
+OPTIONS: Mapping[str, tuple[str, Any]] = {
+    "system": ("--system", None),
+    "raw": ("--raw", False),
+    "think_open": ("--think-open", "<think>"),
+    "think_close": ("--think-close", "</think>"),
+    "max_new_tokens": ("--max-new-tokens", 1024),
+    "prefill_chunk": ("--prefill-chunk", None),
+    "layers": ("--layers", "auto"),
+    "heads": ("--heads", "all"),
+    "hits": ("--hits", 8),
+    "values": ("--no-values", True),
+    "vector_type": ("--dtype-trace", "auto"),
+    "sink_positions": ("--sink-positions", 4),
+    "local_window": ("--local-window", 128),
+}
+"""Of a trace, the flag of `record` that sets each, and its default."""
+SAMPLING: Mapping[str, tuple[str, Any]] = {
+    "temperature": ("--temperature", 0.0),
+    "top_k": ("--top-k", 0),
+    "top_p": ("--top-p", 1.0),
+    "min_p": ("--min-p", 0.0),
+    "repetition_penalty": ("--repetition-penalty", 1.0),
+    "seed": ("--seed", 0),
+}
+_TEXTS = ("system", "think_open", "think_close")
+
+
+def recording_command(trace: Trace, redact: bool) -> str:
+    """The command of a recording, with every option that is not at its default.
+
+    Parameters
+    ----------
+    trace
+        Of the recording.
+    redact
+        Put words in capitals in place of the model's name and of texts.
+    """
+    options, policy = trace.options, trace.policy
+    model = trace.metadata.get("model", {})
+    sampling = options.get("sampling") or {}
+    said = ["beaconscope", "record", "--model", "MODEL" if redact else (trace.model_id or "MODEL")]
+    if model.get("revision"):
+        said += ["--revision", "REVISION" if redact else str(model["revision"])]
+    # What the weights were loaded in, and not whether that was asked for: said always, it holds in either case.
+    if model.get("dtype") in _DTYPES:
+        said += ["--dtype", str(model["dtype"])]
+    if model.get("attention_backend") in ("eager", "flash_attention_2"):
+        said += ["--attn", str(model["attention_backend"])]
+    if trace.metadata.get("prompt_id") not in (None, _ONE_PROMPT):
+        said += ["--prompts", "PROMPTS.jsonl"]
+    else:
+        said += ["--prompt", "PROMPT_FILE"]
+        if options.get("teacher_forced"):
+            said += ["--completion", "COMPLETION_FILE"]
+    said += _policy(policy, sampling)
+    said += _not_default(sampling, SAMPLING)
+    said += _not_default(
+        {**options, **({key: "TEXT" for key in _TEXTS if options.get(key)} if redact else {})}, OPTIONS
+    )
+    return shlex.join(said)
+
+
+def _policy(policy: Mapping[str, Any], sampling: Mapping[str, Any]) -> Iterator[str]:
+    """The flags that choose a policy. BeaconKV's parameters have flags of their own; a full cache has its beacons'."""
+    # Here, because torch takes its time to load.
+    from beaconscope.kv.policies import POLICIES
+
+    name, params = str(policy.get("name") or ""), policy.get("params") or {}
+    full = name == "full" and isinstance(params.get("shadow", {}), dict)
+    if full:
+        yield from ("--cache", "full")
+        name, params = "beacon", params.get("shadow", {})
+    defaults = POLICIES[name]().params() if name in POLICIES else {}
+    other = {key: value for key, value in params.items() if value is not None and value != defaults.get(key)}
+    # The seed of the sampling is that of the policy too, unless the policy is given one, which beside a full cache it
+    # cannot be.
+    seed = params.get("seed")
+    other.pop("seed", None)
+    if seed is not None and seed != sampling.get("seed", 0) and not full:
+        other["seed"] = seed
+    if name == "beacon" and "seed" not in other:
+        for key, value in other.items():
+            yield from (f"--{key.replace('_', '-')}", str(value))
+    elif name:
+        inside = ",".join(f"{key}={value}" for key, value in other.items())
+        yield from ("--cache", f"{name}:{inside}" if inside else name)
+
+
+def _not_default(options: Mapping[str, Any], flags: Mapping[str, tuple[str, Any]]) -> Iterator[str]:
+    for key, (flag, default) in flags.items():
+        value = options.get(key, default)
+        if value is None or value == default:
+            continue
+        yield flag
+        if not isinstance(default, bool):
+            yield str(value)
