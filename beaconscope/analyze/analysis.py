@@ -27,7 +27,7 @@ class Analysis:
     summary: dict[str, Any]
     """Counts, rates, thresholds in effect, and what was computed how."""
     verdict: dict[str, Any]
-    """``answer`` (``yes``, ``no``, ``not enough``), ``text``, and the numbers behind it."""
+    """``answer`` (``yes``, ``no``, ``not enough``, ``not asked``), ``text``, and the numbers behind it."""
     tokens: pd.DataFrame
     """One row per position."""
     revisits: pd.DataFrame

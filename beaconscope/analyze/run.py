@@ -151,7 +151,7 @@ def analyze(
     return Analysis(
         options=options,
         summary=summary,
-        verdict=judge(summary, clusters),
+        verdict=judge(summary, clusters, asked=options.cluster_heads > 0),
         tokens=tokens,
         revisits=found,
         targets=targets,

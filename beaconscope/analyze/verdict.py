@@ -14,8 +14,8 @@ FEWEST = 20
 _LEVEL = 0.05
 
 
-def judge(summary: dict[str, Any], clusters: pd.DataFrame) -> dict[str, Any]:
-    """Answer ``yes``, ``no`` or ``not enough``.
+def judge(summary: dict[str, Any], clusters: pd.DataFrame, *, asked: bool = True) -> dict[str, Any]:
+    """Answer ``yes``, ``no``, ``not enough`` or ``not asked``.
 
     Yes where, in at least half of the tested query heads, revisits lie in fewer clusters than chance would have it
     (Benjamini-Hochberg at 5 % over the heads), and in no more than half as many as there are. Heads are tested before
@@ -27,6 +27,8 @@ def judge(summary: dict[str, Any], clusters: pd.DataFrame) -> dict[str, Any]:
         Of the analysis: ``steps``, ``revisits`` and ``window``.
     clusters
         One row per clustered query head and space.
+    asked
+        Whether queries were to be clustered at all.
 
     Returns
     -------
@@ -48,6 +50,13 @@ def judge(summary: dict[str, Any], clusters: pd.DataFrame) -> dict[str, Any]:
         "median_groups": float(tested["groups"].median()) if len(tested) else None,
         "median_p": float(tested["concentration_p"].median()) if len(tested) else None,
     }
+    if not asked:
+        return result | {
+            "answer": "not asked",
+            "text": f"Not asked: {revisits} revisits found, and no query head's queries were to be clustered "
+            "(cluster_heads is 0).",
+            "would_change": "cluster_heads of 1 or more",
+        }
     if summary["steps"] == 0:
         return result | {
             "answer": "not enough",

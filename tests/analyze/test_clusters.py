@@ -101,6 +101,15 @@ def test_the_verdict_can_say_no_and_that_it_cannot_tell(rows, revisits, answer):
     assert found["text"] and found["would_change"]
 
 
+def test_without_clusters_the_verdict_does_not_speak_of_too_few_revisits():
+    found = judge({"revisits": 24, "steps": 500, "window": 64}, clusters_frame(), asked=False)
+    assert found["answer"] == "not asked"
+    assert found["text"] == (
+        "Not asked: 24 revisits found, and no query head's queries were to be clustered (cluster_heads is 0)."
+    )
+    assert found["would_change"] == "cluster_heads of 1 or more"
+
+
 def test_churn_balance_and_returns_of_beacons():
     changes = pd.DataFrame({"position": [5, 5, 9, 9], "source": [1, 2, 2, 8]})
     assert _churn(changes) == 0.5
