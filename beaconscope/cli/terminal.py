@@ -80,9 +80,13 @@ def printable(text: str) -> str:
 
 
 def quieten_libraries(terminal: Terminal) -> None:
-    """Keep transformers to errors unless ``--verbose``, and its bars to terminals; call before it is imported."""
+    """Keep transformers and the hub's library to errors unless ``--verbose``, and bars to terminals.
+
+    Call before they are imported.
+    """
     if not terminal.verbose:
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+        os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     if terminal.quiet or not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
         os.environ.setdefault("TQDM_DISABLE", "1")

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
 import re
+import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 import torch
+from huggingface_hub import constants
+from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from beaconscope.errors import BeaconScopeError
@@ -19,6 +25,8 @@ _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
 BUNDLED = "tiny-reasoner"
 """Name of the model that comes with BeaconScope."""
 BUNDLED_FOLDER = Path(__file__).resolve().parents[1] / "reasoner" / "model"
+_CLOSE = 0.8
+"""Likeness from which on one name may be meant by another."""
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt")
 _TOKENIZERS = ("tokenizer*", "vocab*", "tekken.json", "*.model", "*.tiktoken")
 
@@ -141,8 +149,49 @@ def _library_errors(model: str) -> Iterator[None]:
             ) from error
         # What it says runs over many lines; the first says what is wrong.
         first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        remedy = "; is the file whole?" if model.lower().endswith(".gguf") else ""
+        remedy = "; is the file whole?" if model.lower().endswith(".gguf") else _meant(Path(model))
+        if _of_the_hub(error):
+            remedy += f"; the bundled model needs no hub: --model {BUNDLED}"
+            first = first.rstrip(".")
         raise BeaconScopeError(f"cannot load the model {model}: {first.removesuffix(':')}{remedy}") from error
+
+
+def _of_the_hub(error: BaseException) -> bool:
+    """Whether an error comes of a hub that was not to be reached."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, LocalEntryNotFoundError | OfflineModeIsEnabled):
+            return True
+        cause = cause.__cause__ or cause.__context__
+    return False
+
+
+def _hub_is_unknown() -> bool:
+    """Whether the hub has no address here: the library would ask for it again and again, for a minute."""
+    host = urlsplit(constants.ENDPOINT).hostname
+    # A proxy may know addresses that this machine does not.
+    if constants.HF_HUB_OFFLINE or not host or getproxies():
+        return False
+    try:
+        socket.getaddrinfo(host, None)
+    except socket.gaierror:
+        return True
+    return False
+
+
+def _meant(path: Path) -> str:
+    """A question whether another name was meant, the most similar of those there are; nothing where none is."""
+    likely = {BUNDLED.casefold(): BUNDLED} if path.parent == Path() else {}
+    try:
+        likely |= {
+            each.name.casefold(): str(path.with_name(each.name))
+            for each in path.expanduser().parent.iterdir()
+            if each.is_dir() or each.suffix.lower() == ".gguf"
+        }
+    except OSError:
+        pass
+    close = difflib.get_close_matches(path.name.casefold(), likely, n=1, cutoff=_CLOSE)
+    return f"; did you mean {likely[close[0]]}?" if close else ""
 
 
 def _check_weights(model: str, found: Mapping[str, Any]) -> None:
@@ -158,7 +207,7 @@ def _check_weights(model: str, found: Mapping[str, Any]) -> None:
         )
 
 
-def _locate(options: LoadOptions) -> tuple[str, dict[str, str]]:
+def _locate(options: LoadOptions) -> tuple[str, dict[str, Any]]:
     """Where to load from, and the arguments that it needs."""
     if not options.model:
         raise BeaconScopeError("no model is named; give a local folder, a .gguf file or a hub id (owner/name)")
@@ -167,7 +216,7 @@ def _locate(options: LoadOptions) -> tuple[str, dict[str, str]]:
         path = BUNDLED_FOLDER
     if path.suffix.lower() == ".gguf":
         if not path.is_file():
-            raise BeaconScopeError(f"there is no model file {options.model}")
+            raise BeaconScopeError(f"there is no model file {options.model}{_meant(Path(options.model))}")
         if importlib.util.find_spec("gguf") is None:
             raise BeaconScopeError("GGUF files need the package gguf; run: pip install 'beaconscope[gguf]'")
         with path.open("rb") as file:
@@ -185,8 +234,10 @@ def _locate(options: LoadOptions) -> tuple[str, dict[str, str]]:
         return str(path), {}
     if path.is_file():
         raise BeaconScopeError(f"{options.model} is a file but no .gguf; give the folder that holds the model")
-    if not _HUB_ID.fullmatch(options.model):
+    meant = _meant(Path(options.model))
+    # The hub has no model of such a name without an owner, and need not be asked.
+    if not _HUB_ID.fullmatch(options.model) or BUNDLED in meant:
         raise BeaconScopeError(
-            f"there is no model {options.model}; give a local folder, a .gguf file or a hub id (owner/name)"
+            f"there is no model {options.model}; give a local folder, a .gguf file or a hub id (owner/name){meant}"
         )
-    return options.model, {}
+    return options.model, {"local_files_only": True} if _hub_is_unknown() else {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
 import struct
 from pathlib import Path
 
@@ -152,6 +153,45 @@ def test_gguf_without_its_package(tmp_path, monkeypatch):
 def test_a_model_that_is_not_there(model, says, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert says in refusal(model)
+
+
+@pytest.mark.parametrize(
+    ("model", "meant"),
+    [
+        ("tiny-reasner", "tiny-reasoner"),
+        ("Tiny_Reasoner", "tiny-reasoner"),
+        ("models/qwen-4b", "models/qwen3-4b"),
+        ("./model.Q4.gguf", "model.Q4_1.gguf"),
+        ("model.Q4.guf", "model.Q4_1.gguf"),
+    ],
+)
+def test_a_name_close_to_one_that_is_there(model, meant, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models" / "qwen3-4b").mkdir(parents=True)
+    (tmp_path / "model.Q4_1.gguf").touch()
+    said = refusal(model)
+    assert f"; did you mean {meant}?" in said
+
+
+def test_without_a_hub_the_bundled_model_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert refusal("no/such-model").endswith("; the bundled model needs no hub: --model tiny-reasoner")
+
+
+def test_a_hub_without_an_address_is_not_asked_again_and_again(tmp_path, monkeypatch):
+    def nowhere(*_):
+        raise socket.gaierror("Name or service not known")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("beaconscope.models.load.getproxies", dict)
+    monkeypatch.setattr("socket.getaddrinfo", nowhere)
+    # Whoever asked it, or waited to ask it once more, would fail here.
+    monkeypatch.setattr("time.sleep", None)
+    monkeypatch.setattr("huggingface_hub.utils._http.get_session", None)
+    said = refusal("no/such-model")
+    assert "cannot load the model no/such-model" in said
+    assert said.endswith("; the bundled model needs no hub: --model tiny-reasoner")
 
 
 def test_a_file_that_is_no_model(tmp_path):
