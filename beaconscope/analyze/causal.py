@@ -114,6 +114,8 @@ def long_range_gain(
         In nats, [T], by the position of the query; nan for steps of the prompt and the last one.
     """
     length = len(token_id)
+    report = progress or (lambda done, total: None)
+    report(0, length)
     views = _views(model, token_id)
     device = model.device
     # Without the model's config every layer keeps everything, sliding ones too; masks do the rest.
@@ -122,7 +124,9 @@ def long_range_gain(
     first = max(0, prompt_length - 1)
     begin = int(sentences.start[sentences.of[first]]) if first < length else length
     for start in range(0, begin, _CHUNK):
-        _feed(model, cache, views, token_id, start, min(begin, start + _CHUNK))
+        stop = min(begin, start + _CHUNK)
+        _feed(model, cache, views, token_id, start, stop)
+        report(stop, length)
     for start, stop in zip(sentences.start.tolist(), sentences.stop.tolist(), strict=True):
         if stop <= begin:
             continue
@@ -138,8 +142,7 @@ def long_range_gain(
             rows = slice(start, start + count)
             logprob[rows] = with_all
             gain[rows] = 0.0 if blind is None else with_all - _logprob(blind, written)
-        if progress is not None:
-            progress(stop, length)
+        report(stop, length)
     gain[:first] = np.nan
     logprob[:first] = np.nan
     return gain, logprob

@@ -139,6 +139,9 @@ def analyze(
             raise UsageError(f"{output} is the trace itself; give --output another name")
         out.writable_file(output, force=force)
 
+    terminal = Terminal(quiet, verbose)
+    quieten_libraries(terminal)
+
     from beaconscope import AnalyzeOptions, load_trace
     from beaconscope.analyze import analyze as run
     from beaconscope.analyze import compare
@@ -170,8 +173,6 @@ def analyze(
         permutations=permutations,
         seed=seed,
     )
-    terminal = Terminal(quiet, verbose)
-    quieten_libraries(terminal)
     loaded = [load_trace(trace) for trace in traces]
     analyses = []
     for opened in loaded:
@@ -181,8 +182,10 @@ def analyze(
         from beaconscope import LoadOptions, load_model
         from beaconscope.analyze import add_causal
 
+        terminal.note(f"Loading {model}.")
         # Not flash attention: blinding needs a backend that takes any mask.
         known = load_model(LoadOptions(model, device=device, attn="auto"))
+        terminal.note("Feeding it the text again, each sentence blind to what is far back and not blind.")
         with terminal.progress("Blinding", "tokens") as report:
             analyses[0] = add_causal(loaded[0], analyses[0], known.model, report)
     if output is not None:

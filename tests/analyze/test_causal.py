@@ -60,6 +60,8 @@ def test_gain_is_that_of_blinding_one_sentence_of_a_whole_pass(name):
         expected = (whole - logprob_with(model, token_id, slice(start, stop)))[rows]
         assert np.allclose(gain[rows], expected, atol=1e-4)
         assert np.abs(expected).max() > 0.01
+    # The prompt counts, up to the sentence that the first step is in.
+    assert told[:2] == [(0, LENGTH), (7, LENGTH)]
     assert told[-1] == (LENGTH, LENGTH)
 
 

@@ -35,6 +35,7 @@ def test_json_is_versioned_and_has_no_nan(run, traces):
     found = json.loads(result.stdout, parse_constant=pytest.fail)
     assert (found["schema"], found["schema_version"]) == ("beaconscope.analysis", SCHEMA_VERSION)
     assert found["summary"]["revisits"] == len(found["revisits"]) > 0
+    assert found["verdict"]["answer"] == "not asked"
 
 
 def test_output_holds_one_row_per_token_and_is_not_overwritten(run, here, traces):
@@ -46,6 +47,22 @@ def test_output_holds_one_row_per_token_and_is_not_overwritten(run, here, traces
     assert again.exit_code == 1
     assert "--force" in again.stderr
     assert run("analyze", traces[0], *FAST, "-q", "-f", "-o", "a.parquet").exit_code == 0
+
+
+def test_with_a_model_what_is_done_is_said_and_no_bar_of_a_library_is_shown(start, here, traces, model_folder):
+    # The bars that the library shows of a GGUF file look at the environment when they are imported, and not again.
+    script = (
+        "import sys; from beaconscope.cli import app; app(sys.argv[1:], standalone_mode=False); "
+        "from tqdm.auto import tqdm; print(tqdm([1]).disable)"
+    )
+    process = start("analyze", traces[0], *FAST, "--causal", "--model", model_folder, script=script, cwd=here)
+    out, err = process.communicate()
+    assert err == (
+        f"Loading {model_folder}.\n"
+        "Feeding it the text again, each sentence blind to what is far back and not blind.\n"
+    )
+    assert "Does it matter?" in out
+    assert out.splitlines()[-1] == "True"
 
 
 def test_several_traces_are_compared(run, traces):
