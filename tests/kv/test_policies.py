@@ -59,7 +59,7 @@ class TestOptions:
             ({"sinks": -1}, "sinks is -1; give 0 or more"),
             ({"seed": -1}, "seed is -1; give 0 or more"),
             ({"interval": 0}, "interval is 0; give at least 1"),
-            ({"budget": 16}, "a budget of 16 does not hold the 16 protected entries .* at least 17"),
+            ({"budget": 16}, "a budget of 16 is too small for .*, which protects 16 .* at least 17"),
             ({"budget": 20, "sinks": 4}, "give a budget of at least 21"),
             ({"budget": 0}, "give a budget of at least 17"),
             ({"selector": "fsp"}, "selector is 'fsp'; give one of fps, kmeans, random, none"),

@@ -126,8 +126,9 @@ class Policy(ABC):
             raise UsageError(f"interval is {self.interval}; give at least 1")
         if self.budget < self.protected + 1:
             raise UsageError(
-                f"a budget of {self.budget} does not hold the {self.protected} protected entries of {self.name} and "
-                f"one more; give a budget of at least {self.protected + 1}"
+                f"a budget of {self.budget} is too small for {self.name}, which protects {self.protected} (entries that "
+                f"always stay, as the most recent ones) and needs one more; give a budget of at least "
+                f"{self.protected + 1}"
             )
 
     @property
