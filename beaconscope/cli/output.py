@@ -6,6 +6,7 @@ All checks come before the work, so that an hour of recording does not end in a 
 from __future__ import annotations
 
 import os
+import shlex
 from pathlib import Path
 
 from beaconscope.errors import BeaconScopeError
@@ -100,12 +101,29 @@ def input_file(path: Path) -> Path:
         If it is not.
     """
     if not path.exists():
+        if path.name and (journal := _journal_of(path)).is_dir():
+            raise BeaconScopeError(
+                f"{path} does not exist, but {journal} holds a recording that is under way or was interrupted; run "
+                f"`{shlex.join(['beaconscope', 'recover', str(path)])}`"
+            )
         raise BeaconScopeError(f"{path} does not exist; check the name")
     if path.is_dir():
+        if path.name and path == _journal_of(path.with_suffix("")):
+            raise BeaconScopeError(
+                f"{path} holds a recording that is under way or was interrupted; run "
+                f"`{shlex.join(['beaconscope', 'recover', str(path)])}`"
+            )
         raise BeaconScopeError(f"{path} is a folder; give a file")
     if not os.access(path, os.R_OK):
         raise BeaconScopeError(f"{path} may not be read; check its permissions")
     return path
+
+
+def _journal_of(path: Path) -> Path:
+    # Here, because it costs --help a part of its time.
+    from beaconscope.trace import journal_path
+
+    return journal_path(path)
 
 
 def _check_folder(folder: Path) -> None:

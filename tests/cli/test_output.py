@@ -7,6 +7,7 @@ import pytest
 
 from beaconscope.cli import output
 from beaconscope.errors import BeaconScopeError
+from tests.trace.made import interrupted
 
 
 @pytest.fixture
@@ -93,3 +94,15 @@ def test_an_input_must_be_a_file_that_is_there(here):
         output.input_file(Path("none.parquet"))
     with pytest.raises(BeaconScopeError, match="is a folder"):
         output.input_file(here)
+
+
+def test_where_a_recording_was_cut_its_journal_is_spoken_of(here):
+    interrupted(Path("a plan.parquet"))
+    with pytest.raises(BeaconScopeError) as caught:
+        output.input_file(Path("a plan.parquet"))
+    assert str(caught.value) == (
+        "a plan.parquet does not exist, but a plan.parquet.journal holds a recording that is under way or was "
+        "interrupted; run `beaconscope recover 'a plan.parquet'`"
+    )
+    with pytest.raises(BeaconScopeError, match=r"run `beaconscope recover 'a plan.parquet.journal'`"):
+        output.input_file(Path("a plan.parquet.journal"))

@@ -119,6 +119,9 @@ def test_a_killed_recording_is_recovered(run, start, here, model_folder):
     process.send_signal(signal.SIGKILL)
     process.communicate()
     assert not Path("plan.parquet").exists()
+    # WHEN it is read, THEN the command that makes it is named
+    for command in ("info", "analyze", "replay", "report"):
+        assert "run `beaconscope recover plan.parquet`" in run(command, "plan.parquet").stderr
     # WHEN it is recorded again without a thought, the journal is not lost
     again = run("record", "--model", model_folder, "--prompt", "plan.txt", "-n", "8")
     assert again.exit_code == 1
