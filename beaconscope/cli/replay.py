@@ -51,12 +51,19 @@ def replay(
         str | None,
         typer.Option(
             metavar="LIST",
-            help="Entries kept per KV head. Default: a sixteenth, an eighth and a quarter of the trace.",
+            help="Entries kept per KV head. Default: a sixteenth, an eighth and a quarter of the shortest trace, "
+            "rounded down to a multiple of 128, or of 8 where that is less than 128, and at least 40.",
             rich_help_panel=SETTINGS,
         ),
     ] = None,
     interval: Annotated[
-        str | None, typer.Option(metavar="LIST", help="Entries over the budget.", rich_help_panel=SETTINGS)
+        str | None,
+        typer.Option(
+            metavar="LIST",
+            help="Entries over the budget. Default: what the policy has; without --budget, of a trace under 2048 "
+            "tokens a 64th of it, at least 4.",
+            rich_help_panel=SETTINGS,
+        ),
     ] = None,
     beacons: Annotated[
         str | None, typer.Option(metavar="LIST", help="Beacons per query head.", rich_help_panel=SETTINGS)
@@ -208,6 +215,8 @@ def replay(
         with_controls,
     )
 
+    from beaconscope.replay.grid import never_full
+
     check_engine(engine, jobs, address)
     parts = None if output is None else Parts(output.with_name(f"{output.name}.parts"))
     if parts is not None and parts.folder.exists() and not (resume or force):
@@ -218,6 +227,8 @@ def replay(
     settings = _settings(policy, lists, grid, min(trace.length for trace in loaded))
     if live and not any(each.live and each.evicts for each in settings):
         raise UsageError("none of these settings works in a live cache; add one that does, or leave out --live")
+    if idle := never_full(settings, max(trace.length for trace in loaded)):
+        terminal.note(idle)
     options = MeasureOptions(hits, regret_mass, output_every)
     if output_every and not all(trace.has_values for trace in loaded):
         raise UsageError("the output error needs values, which were not recorded; leave out --output-every")
@@ -266,8 +277,9 @@ def replay(
         wrote = Terminal(quiet or json, verbose)
         if per_token:
             wrote.wrote(_tokens_path(output))
-        next_command = ("beaconscope", "report", str(traces[0]), "--replay", str(output)) if len(traces) == 1 else ()
-        wrote.wrote(output, *next_command)
+        known = () if analysis is None else ("--analysis", str(analysis))
+        next_command = ("beaconscope", "report", str(traces[0]), *known, "--replay", str(output))
+        wrote.wrote(output, *(next_command if len(traces) == 1 else ()))
 
 
 def _tokens_path(output: Path) -> Path:

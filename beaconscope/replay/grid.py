@@ -18,6 +18,8 @@ _P = TypeVar("_P", bound=Policy)
 _MOST_SETTINGS = 10_000
 _MOST_BYTES = 1 << 20
 """Of a grid."""
+_NAMED = 3
+"""Settings that a note names."""
 RANDOM_SEEDS = 5
 """Seeds of random eviction."""
 RANDOM_QUERY_SEEDS = 3
@@ -164,8 +166,23 @@ def split_policies(text: str) -> list[str]:
     return found
 
 
+def never_full(settings: Sequence[Policy], length: int) -> str:
+    """Say which settings never fill in traces of at most ``length`` tokens, and so keep everything; nothing if none."""
+    idle = [label(each) for each in settings if each.evicts and each.capacity is not None and each.capacity >= length]
+    if not idle:
+        return ""
+    names = ", ".join(idle[:_NAMED]) + (f" and {len(idle) - _NAMED} more" if len(idle) > _NAMED else "")
+    never = "never fills and keeps" if len(idle) == 1 else "never fill and keep"
+    return f"Within {length} tokens {names} {never} everything; give a smaller --budget or --interval."
+
+
 def default_lists(length: int) -> dict[str, list[object]]:
-    """Budgets and intervals that say something of a trace of ``length`` tokens: a sixteenth, an eighth, a quarter."""
+    """Budgets and intervals that say something of a trace of ``length`` tokens.
+
+    Budgets are a sixteenth, an eighth and a quarter of it, rounded down to a multiple of 128, or of 8 where that is less
+    than 128, and at least 40, with which the usual 16 recent entries leave something to choose. Those that come out the
+    same are one.
+    """
     budgets: list[object] = []
     for part in (16, 8, 4):
         size = length // part

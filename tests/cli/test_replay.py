@@ -62,8 +62,11 @@ def test_the_result_is_json_and_a_file(run, trace):
 def test_an_analysis_can_be_handed_over(run, trace):
     assert run("analyze", trace, "-o", "a.parquet", "-q", "--cluster-heads", "0").exit_code == 0
     revisits = int(pd.read_parquet("a.parquet")["revisit"].sum())
-    result = run("replay", trace, *SMALL, "--analysis", "a.parquet", "-o", "r.parquet", "-q")
+    result = run("replay", trace, *SMALL, "--analysis", "a.parquet", "-o", "r.parquet")
     assert result.exit_code == 0, result.output
+    # The page is to be of the same analysis.
+    next_line = f"Next: beaconscope report {trace} --analysis a.parquet --replay r.parquet"
+    assert result.stdout.splitlines()[-1] == next_line
     assert (pd.read_parquet("r.parquet")["trts"] == revisits).all()
     again = run("replay", trace, *SMALL, "-o", "s.parquet", "-q")
     assert again.exit_code == 0
@@ -75,6 +78,15 @@ def test_an_analysis_can_be_handed_over(run, trace):
     refused = run("replay", trace, *SMALL, "--analysis", "b.parquet")
     assert refused.exit_code == 1
     assert f"b.parquet is of another text than {trace}" in refused.stderr
+
+
+def test_a_budget_that_never_fills_is_said(run, trace):
+    result = run("replay", trace, "--budget", "24,500", "--interval", "8", "--recent", "4", "--no-controls", "--no-trt")
+    assert result.exit_code == 0, result.output
+    assert result.stderr == (
+        "Within 112 tokens beacon:budget=500,interval=8,recent=4 never fills and keeps everything; "
+        "give a smaller --budget or --interval.\n"
+    )
 
 
 def test_a_grid_is_a_file(run, trace):
@@ -105,7 +117,7 @@ def test_nothing_is_overwritten_and_a_stopped_sweep_is_not_lost(run, trace):
     [
         (("--policy", "beakon"), 2, "did you mean beacon"),
         (("--policy", "snapkv:windw=3"), 2, "did you mean window"),
-        (("--budget", "10"), 2, "give a budget of at least"),
+        (("--budget", "10"), 2, "protects 16 (entries that always stay, as the most recent ones) and needs one more"),
         (("--budget", "x"), 2, "whole number"),
         (("--budget", ","), 2, "is empty"),
         (("--policy", "knorm", "--beacons", "4"), 2, "--beacons has no effect with knorm"),
