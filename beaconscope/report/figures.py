@@ -27,6 +27,8 @@ from beaconscope.report.svg import ACCENT, FAINT, INK, LOSS, MUTED, OKABE_ITO, D
 _WIDTH = 720.0
 _DASHES = ("", "7 2", "2 2", "9 3 2 3", "12 3")
 """So that curves are told apart without their colours."""
+_DARK = 0.62
+"""Of cividis, what can be told from white."""
 _MOST_COLUMNS = 320
 """Of the overview."""
 _MOST_LIVES = 120
@@ -247,7 +249,8 @@ def _queries(collected: Collected) -> Drawing | None:
     revisits = {row["position"] for row in collected.about["revisits"]}
     length = collected.about["trace"]["length"]
     for at, px, py in zip(position.tolist(), xs, ys, strict=True):
-        drawing.circle(float(px), float(py), 2.2, cividis(at / length), opacity=0.8)
+        # The bright end cannot be seen on white.
+        drawing.circle(float(px), float(py), 2.2, cividis(_DARK * at / length), opacity=0.8)
         if at in revisits:
             drawing.circle(float(px), float(py), 4.2, "none", stroke=LOSS, stroke_width=1.2)
     if f"beacons.{head['number']}.source" in collected.pack.manifest:
@@ -346,11 +349,12 @@ def _tradeoff(replay: dict[str, Any] | None) -> Drawing | None:
         drawing.line([place(row) for row in mine], colour, 1.2 if control else 2.0, **dash)
         for row in mine:
             x, y = place(row)
-            drawing.circle(x, y, 3, colour)
+            _mark(drawing, x, y, name, colour)
             if row.get("spread"):
                 reach = row["spread"] * (bottom - top)
                 drawing.line([(x, y - reach), (x, y + reach)], colour)
         drawing.line([(right + 16, top + 8 + 16 * index), (right + 34, top + 8 + 16 * index)], colour, 2.0, **dash)
+        _mark(drawing, right + 25, top + 8 + 16 * index, name, colour)
         drawing.text(right + 40, top + 8 + 16 * index, name, fill=INK)
     drawing.text((left + right) / 2, bottom + 30, "keys and values, MB (log)", anchor="middle")
     what = "attention of revisits kept" if figure == "mass_trt" else "attention kept"
@@ -359,6 +363,16 @@ def _tradeoff(replay: dict[str, Any] | None) -> Drawing | None:
         left, bottom + 52, "Teacher-forced: the queries are those of the recording. Bars: standard deviation.", size=9
     )
     return drawing
+
+
+def _mark(drawing: Drawing, x: float, y: float, name: str, colour: str) -> None:
+    """A point of a curve: the controls are triangles, up what nothing exceeds, down what any policy has to beat."""
+    if name not in ("oracle", "random"):
+        drawing.circle(x, y, 3, colour)
+        return
+    up = -1 if name == "oracle" else 1
+    corners = [(x - 4, y - 3 * up), (x + 4, y - 3 * up), (x, y + 4 * up)]
+    drawing.shape(corners, "#fff", stroke=colour, stroke_width=1.2)
 
 
 def _curve(row: dict[str, Any]) -> str:

@@ -117,6 +117,84 @@ def test_a_pixel_of_the_map_is_a_hit(watched: Watched, balcony: Trace, balcony_p
         assert cells["most"][row * 20 : row * 20 + 20] == meant
 
 
+@pytest.mark.parametrize("width", [1440, 390])
+def test_bars_and_places_are_drawn_where_they_are(watched: Watched, balcony_page: Path, width: int) -> None:
+    watched.page.set_viewport_size({"width": width, "height": 900})
+    page = watched.open(balcony_page)
+    settle(page)
+    # Every bar of the revisits covers a revisit, and every revisit has its bar.
+    bars, revisits, length = page.evaluate(
+        """(() => { const { minimap } = window.beaconscope.views; const data = window.beaconscope.traces[0];
+        const svg = new DOMParser().parseFromString(minimap.toSvg(), "image/svg+xml");
+        const accent = getComputedStyle(document.documentElement).getPropertyValue("--accent").trim();
+        const bars = [...svg.querySelectorAll("rect")]
+          .filter((r) => r.getAttribute("fill") === accent && !r.hasAttribute("opacity"));
+        const wide = minimap.width; const [left, right] = wide < 620 ? [8, 8] : [88, 14];
+        const place = (x) => (x - left) / (wide - left - right) * data.length;
+        return [bars.map((r) => [place(+r.getAttribute("x")), place(+r.getAttribute("x") + +r.getAttribute("width"))]),
+          data.revisitPositions, data.length] })()"""
+    )
+    assert bars
+    slack = 0.01 * length / width + 0.5
+    assert all(any(low - slack <= at + 0.5 <= high + slack for low, high in bars) for at in revisits)
+    assert all(any(low - slack <= at + 0.5 <= high + slack for at in revisits) for low, high in bars)
+    rows = page.evaluate("window.beaconscope.views.minimap.spec.table().rows")
+    assert [row["first"] for row in rows] == list(range(0, length, rows[0]["last"] + 1))
+    assert rows[-1]["last"] == length - 1
+    scored = [(row["first"], row["last"]) for row in rows if row["score"] > 0]
+    assert all(any(first <= at <= last for first, last in scored) for at in revisits)
+    # The words of the places that are looked at are over the arcs to them, not on the line of who looks at the token.
+    words, line, height = page.evaluate(
+        """(() => { const { chart } = window.beaconscope.views.arcs;
+        const svg = new DOMParser().parseFromString(chart.toSvg(), "image/svg+xml");
+        const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+        const texts = [...svg.querySelectorAll("text")];
+        const words = texts.filter((t) => [colour("--accent"), colour("--loss")].includes(t.getAttribute("fill")));
+        const own = texts.find((t) => t.textContent === "looks at");
+        const line = own ? +own.getAttribute("y") : chart.height / 2;
+        return [words.map((t) => +t.getAttribute("y")), line, chart.height] })()"""
+    )
+    assert words
+    assert all(y < line for y in words)
+    assert line < height / 2 + 10
+    watched.clean()
+
+
+def test_words_of_the_page_say_what_they_are_of(watched: Watched, balcony_page: Path) -> None:
+    page = watched.open(balcony_page)
+    readout = page.locator("#readout")
+    assert "attention of all heads; beacons and queries of layer" in readout.inner_text()
+    page.keyboard.press("a")
+    wait_until(page, "!document.querySelector('#readout').textContent.includes('all heads')")
+    assert "distant attention of the heads that turn back" in page.locator("[aria-labelledby=q-lost]").inner_text()
+    page.locator("#view-tradeoff").scroll_into_view_if_needed()
+    page.wait_for_selector("#view-tradeoff .plot[data-drawn=yes]")
+    marks = page.evaluate(
+        "Object.fromEntries(document.querySelector('#view-tradeoff .plot').data.filter((t) => t.name)"
+        ".map((t) => [t.name, t.marker.symbol]))"
+    )
+    assert len(set(marks.values())) == len(marks) == 3
+    assert "The band lies between the two" in page.locator("#view-tradeoff figcaption").inner_text()
+    command = page.locator("#view-card code").first.inner_text()
+    assert "--dtype bfloat16" in command
+    assert "--completion" in command
+    watched.clean()
+
+
+def test_the_list_of_beacons_is_cut_between_rows(watched: Watched, balcony_page: Path) -> None:
+    page = watched.open(balcony_page)
+    page.locator("#view-beacons").scroll_into_view_if_needed()
+    settle(page)
+    shown, whole = page.evaluate(
+        "(() => { const { clientHeight, scrollHeight } = document.querySelector('#view-beacons .canvas');"
+        " return [clientHeight, scrollHeight] })()"
+    )
+    # Twenty pixels of axis, then rows of thirteen.
+    assert shown < whole
+    assert (shown - 20) % 13 == 0
+    watched.clean()
+
+
 def test_one_selection_for_all_views(watched: Watched, balcony_page: Path) -> None:
     page = watched.open(balcony_page)
     first = page.locator("#view-revisits tbody tr").first

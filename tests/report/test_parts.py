@@ -14,7 +14,7 @@ from beaconscope.errors import BeaconScopeError
 from beaconscope.report import write_figures
 from beaconscope.report.beacons import BeaconTrack, cluster_curves
 from beaconscope.report.collect import Collected
-from beaconscope.report.figures import _beacons, _overview, _to_png
+from beaconscope.report.figures import _beacons, _overview, _to_png, _tradeoff
 from beaconscope.report.looks import Looks, gather
 from beaconscope.report.pack import Pack
 from beaconscope.report.space import lay_out, shown_positions
@@ -170,6 +170,23 @@ def test_columns_of_the_overview_are_of_equally_many_tokens() -> None:
     drawn = [rect for rect in drawing.getElementsByTagName("rect") if rect.getAttribute("fill") == ACCENT]
     assert {rect.getAttribute("height") for rect in drawn} == {"52.00"}
     assert len({rect.getAttribute("width") for rect in drawn}) == 1
+
+
+def test_random_eviction_and_the_oracle_are_told_apart_at_one_budget() -> None:
+    # GIVEN a replay at one budget
+    rows = [
+        {"policy": policy, "kv_bytes": 1000.0, "mass": mass, "params": {}}
+        for policy, mass in (("h2o", 0.7), ("random", 0.5), ("oracle", 0.9))
+    ]
+    # WHEN it is drawn
+    drawing = xml.dom.minidom.parseString(str(_tradeoff({"ranked_by": "mass", "settings": rows})))
+    # THEN the oracle points up and random eviction down, at their place and in the legend
+    tips = []
+    for mark in drawing.getElementsByTagName("polygon"):
+        corners = [float(corner.split(",")[1]) for corner in mark.getAttribute("points").split()]
+        tips.append("up" if corners[2] < corners[0] else "down")
+    assert tips == ["down", "down", "up", "up"]
+    assert len(drawing.getElementsByTagName("circle")) == 2
 
 
 def about_of(length: int, dictionary: list[str] | None = None) -> dict[str, Any]:

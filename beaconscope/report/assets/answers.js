@@ -9,31 +9,35 @@ export function makeAnswers(parent, store, jump) {
   const { summary } = plain;
   const item = (text, note, act, label) =>
     el("li", {}, el("button", { type: "button", class: "finding", onclick: act, title: label }, el("span", { class: "text" }, text), el("span", { class: "note" }, note)));
-  const card = (id, question, value, unit, line, items) =>
+  const card = (id, question, value, unit, line, items, rows) =>
     el("section", { class: "answer", "aria-labelledby": `q-${id}` },
       el("h2", { id: `q-${id}` }, question),
       el("p", { class: "value" }, value, el("small", {}, unit)),
       el("p", { class: "line" }, line),
-      el("ul", {}, items));
+      el("ul", {}, items),
+      rows ? el("p", { class: "caption" }, rows) : null);
 
   const anchors = plain.anchors;
   const what = card("what", "What is revisited", count(anchors.length), anchors.length === 1 ? " sentence" : " sentences",
     anchors.length ? periods(summary) : "No sentence is revisited.",
-    anchors.slice(0, 3).map((row) => item(data.snippet(row.start, row.stop, 64), `${count(row.visits)}×`, () => jump(row.start), `sentence ${row.sentence}`)));
+    anchors.slice(0, 3).map((row) => item(data.snippet(row.start, row.stop, 64), `${count(row.visits)}×`, () => jump(row.start), `sentence ${row.sentence}`)),
+    anchors.length ? "The sentences looked back at most, and by how many revisits." : null);
 
   const best = plain.revisits.slice(0, 3);
   const distances = plain.revisits.map((row) => row.distance).sort((a, b) => a - b);
   const whence = card("whence", "From where", count(summary.revisits), summary.revisits === 1 ? " token looks back" : " tokens look back",
     summary.revisits ? `${percent(summary.revisit_rate, 1)} of ${count(summary.steps)} steps, half of them over at least ${count(distances[distances.length >> 1])} tokens.` : tooShort(data),
     best.map((row) => item(`${data.snippet(Math.max(0, row.position - 5), row.position + 1, 44)} ▸ ${row.position + 1 < data.length ? data.snippet(row.position + 1, row.position + 2, 18) : ""}`,
-      decimal(row.score, 1), () => jump(row.position), `token ${row.position}, score ${decimal(row.score)}`)));
+      decimal(row.score, 1), () => jump(row.position), `token ${row.position}, score ${decimal(row.score)}`)),
+    best.length ? "Text up to the token that looks back ▸ what it writes next, and its score." : null);
 
   const busy = plain.heads.filter((head) => head.revisits > 0).sort((a, b) => b.revisits - a.revisits);
   const revisiting = plain.heads.filter((head) => head.kind === "revisiting").length;
   const which = card("which", "Which heads", count(revisiting), ` of ${count(plain.heads.length)} query heads`,
     busy.length ? "take part in a twentieth of the revisits or more." : "No head takes part in a revisit.",
     busy.slice(0, 3).map((head) => item(`layer ${head.layer}, head ${head.kv}.${head.group}`, percent(head.revisit_share),
-      () => store.set({ head: head.number, pooled: false, beacon: null }), `${head.revisits} revisits; choose this head`)));
+      () => store.set({ head: head.number, pooled: false, beacon: null }), `${head.revisits} revisits; choose this head`)),
+    busy.length ? "KV head and query head in its group, and the share of the revisits that it takes part in." : null);
 
   const { cache } = plain;
   const evicts = cache.evicts;
@@ -43,7 +47,11 @@ export function makeAnswers(parent, store, jump) {
       ? `${plural(cache.revisits_hit ?? 0, "revisit")} lost at least half; of all distant attention ${percent(cache.distant_lost)}.`
       : `The cache (${plain.trace.policy?.name ?? "unknown"}) evicted nothing.`,
     worst.map((row) => item(data.snippet(Math.max(0, row.lost_position - 3), row.lost_position + 4, 56), percent(row.lost_share),
-      () => jump(row.position), `token ${row.position} sought position ${row.lost_position}, evicted at ${row.evicted_at}`)));
+      () => jump(row.position), `token ${row.position} sought position ${row.lost_position}, evicted at ${row.evicted_at}`)),
+    evicts ? [
+      worst.length ? "Text around a place that was gone, and how much of what a revisit sought was gone. " : "",
+      "Sought: distant attention of the heads that turn back. A replay’s “lost” is of all attention of the revisits, near and far.",
+    ].join("") : null);
   loss.classList.toggle("loss", Boolean(evicts));
   parent.append(el("div", { id: "answers" }, what, whence, which, loss));
 }

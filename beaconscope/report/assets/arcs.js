@@ -53,22 +53,24 @@ export function makeArcs(parent, store, jump) {
   });
 
   const half = 56;
+  // Above the arcs, for the words of the places that are looked at.
+  const lane = 18;
+  const middle = lane + half + 7;
   const chart = new Chart(parent, {
     id: "looks",
     title: "Where it looks",
-    height: 2 * half + 14,
+    height: lane + 2 * half + 14,
     controls: [pooled, over, whom],
     caption: () => {
       const whose = store.shownHead === null ? `mean over ${data.heads.length} query heads` : headLabel(store.head);
       const source = store.state.over === "full"
         ? `over everything recorded, computed for ${data.plain.full_steps}, else as recorded; hollow: the cache had dropped it; grey: a sink`
         : `as recorded, over ${data.plain.trace.attention_over}`;
-      return `Above: what token ${count(store.state.token)} looks back at; below: what looks back at ${wholeSentence ? "its sentence" : "it"}. Thickness: attention, ${whose}, of each head's ${data.plain.trace.hits} most attended positions; ${source}.`;
+      return `Above: what token ${count(store.state.token)} looks back at, the most attended places in words; below: what looks back at ${wholeSentence ? "its sentence" : "it"}. Thickness: attention, ${whose}, of each head's ${data.plain.trace.hits} most attended positions; ${source}.`;
     },
     draw(context, { width, colours }) {
       const { left, right } = gutter(width);
       const scale = linear([0, data.length], [left, width - right]);
-      const middle = half + 7;
       context.font = SMALL;
       context.strokeStyle = colours.line;
       context.lineWidth = 1;
@@ -118,7 +120,7 @@ export function makeArcs(parent, store, jump) {
         context.fillText("looks at", left - 10, middle - 14);
         context.fillText("looked at by", left - 10, middle + 15);
       }
-      labels(context, looks.spans.filter((span) => !isSink(span) && span.start !== store.state.token).slice(0, 3), scale, width, middle, colours);
+      labels(context, looks.spans.filter((span) => !isSink(span) && span.start !== store.state.token).slice(0, 3), scale, width, colours);
     },
     label: () => {
       const best = looks.spans[0];
@@ -154,7 +156,8 @@ export function makeArcs(parent, store, jump) {
     }),
   });
 
-  function labels(context, spans, scale, width, middle, colours) {
+  /** The words of the places that are looked at, each above its place and joined with it. */
+  function labels(context, spans, scale, width, colours) {
     context.textAlign = "center";
     let taken = [];
     for (const span of spans) {
@@ -164,19 +167,21 @@ export function makeArcs(parent, store, jump) {
       const center = Math.min(width - wide - 4, Math.max(gutter(width).left + wide, x));
       if (taken.some(([a, b]) => center - wide < b && center + wide > a)) continue;
       taken = [...taken, [center - wide, center + wide]];
-      context.fillStyle = colours.paper;
-      context.globalAlpha = 0.85;
-      context.fillRect(center - wide, middle + 7, 2 * wide, 15);
-      context.globalAlpha = 1;
+      context.strokeStyle = colours.line;
+      context.lineWidth = 1;
+      context.beginPath();
+      context.moveTo(x, lane - 2);
+      context.lineTo(x, middle - 4);
+      context.stroke();
       context.fillStyle = span.evicted > span.mass / 2 ? colours.loss : colours.accent;
-      context.fillText(text, center, middle + 15);
+      context.fillText(text, center, lane / 2);
     }
   }
 
   function nearest(x, width, y) {
     const { left, right } = gutter(width);
     const scale = linear([0, data.length], [left, width - right]);
-    const above = y <= half + 7;
+    const above = y <= middle;
     const list = above
       ? looks.spans.slice(0, MOST_ARCS).map((span) => ({ ...span, kind: "looks at" }))
       : looks.lookers.slice(0, MOST_ARCS).map((each) => ({ ...each, start: each.position, stop: each.position + 1, kind: "looked at by" }));

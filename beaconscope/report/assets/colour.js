@@ -17,8 +17,13 @@ export function cividis(share) {
   return CIVIDIS[below].map((value, index) => Math.round(value + rest * (CIVIDIS[below + 1][index] - value)));
 }
 
-export function cividisCss(share) {
-  return `rgb(${cividis(share).join(",")})`;
+export function css(rgb) {
+  return `rgb(${rgb.join(",")})`;
+}
+
+/** The part of cividis that can be told from the ground, dark or light: a share from 0 to 1 from dull to bright. */
+export function apart(share, dark) {
+  return cividis(dark ? 0.45 + 0.55 * share : 0.62 * share);
 }
 
 /** Black or white, whichever can be read on a colour. */

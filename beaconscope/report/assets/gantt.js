@@ -2,13 +2,15 @@
 
 import { beaconChanges, lifespans } from "./beaconing.js";
 import { Chart, fitted, SMALL } from "./chart.js";
-import { cividisCss } from "./colour.js";
+import { apart, css, isDark } from "./colour.js";
 import { el } from "./dom.js";
 import { mergeSpans, sourcesOf } from "./looking.js";
 import { count, linear, percent, positionTicks } from "./numbers.js";
 
 const BAR = 13;
-const PLACE = { left: 128, right: 14, top: 6, bottom: 24 };
+const PLACE = { left: 128, right: 14, top: 20, bottom: 22 };
+/** That are in view at once; the rest is reached by scrolling. */
+const ROWS = 31;
 const MOST_BARS = 400;
 
 export function makeGantt(parent, store, jump) {
@@ -22,7 +24,7 @@ export function makeGantt(parent, store, jump) {
     title: "Beacons",
     height: () => PLACE.top + Math.max(2, lives.length) * BAR + PLACE.bottom,
     caption: () => lives.length
-      ? `Each bar is a beacon of ${store.head.name}, from the compression that chose it to the one that dropped it; brighter bars had more queries assigned to them. ${hidden ? `The ${count(hidden)} with fewest queries are left out of the picture, not of the data. ` : ""}Click a bar to see what it was taken from and what it protects.`
+      ? `Each bar is a beacon of ${store.head.name}, from the compression that chose it to the one that dropped it; brighter bars had more queries assigned to them. ${hidden ? `The ${count(hidden)} with fewest queries are left out of the picture, not of the data. ` : ""}${lives.length > ROWS ? `${count(lives.length)} of them: scroll for the rest. ` : ""}Click a bar to see what it was taken from and what it protects.`
       : "The beacons of the chosen head over time.",
     draw(context, { width, height, colours }) {
       context.font = SMALL;
@@ -35,17 +37,18 @@ export function makeGantt(parent, store, jump) {
       const left = width < 620 ? 70 : PLACE.left;
       const scale = linear([0, data.length], [left, width - PLACE.right]);
       const most = Math.max(1, ...lives.map((life) => life.members));
+      const dark = isDark();
       context.textAlign = "center";
       for (const tick of positionTicks(0, data.length, 6)) {
         context.fillStyle = colours.line;
         context.fillRect(scale(tick), PLACE.top, 1, height - PLACE.top - PLACE.bottom);
         context.fillStyle = colours.muted;
-        context.fillText(count(tick), Math.min(width - 14, scale(tick)), height - 11);
+        for (const y of [9, height - 10]) context.fillText(count(tick), Math.min(width - 14, scale(tick)), y);
       }
       lives.forEach((life, row) => {
         const y = PLACE.top + row * BAR;
         const chosen = store.state.beacon === life.key;
-        context.fillStyle = chosen ? colours.loss : cividisCss(0.15 + 0.85 * Math.sqrt(life.members / most));
+        context.fillStyle = chosen ? colours.loss : css(apart(Math.sqrt(life.members / most), dark));
         // A change at a step is in force from the next position on.
         const [from, to] = [life.birth + 1, Math.min(data.length, life.end + 1)].map(scale);
         context.fillRect(from, y + 2, Math.max(2, to - from), BAR - 4);
@@ -89,6 +92,7 @@ export function makeGantt(parent, store, jump) {
     }),
   });
   chart.holder.classList.add("tall");
+  chart.holder.style.setProperty("--tall", `${PLACE.top + ROWS * BAR}px`);
   chart.box.insertBefore(about, chart.box.querySelector("figcaption"));
 
   function all() {

@@ -77,10 +77,16 @@ function show(traces, number, about) {
     clearTimeout(current.address);
     current.address = setTimeout(() => history.replaceState(null, "", formatHash(state, data, number)), 120);
     byId("readout").textContent =
-      `token ${count(state.token)} “${data.snippet(state.token, state.token + 1, 16)}” · sentence ${count(state.sentence)} · head ${store.head.name}${state.pooled ? " (all shown)" : ""}`;
+      `token ${count(state.token)} “${data.snippet(state.token, state.token + 1, 16)}” · sentence ${count(state.sentence)} · ${sayHead(store)}`;
   };
   store.listen(["token", "sentence", "head", "pooled", "beacon", "over", "zoom"], tell);
   tell();
+}
+
+/** Whose attention is shown. A head stays chosen while all are shown, for the views that are of one head. */
+function sayHead({ head, state }) {
+  const one = `layer ${head.layer}, head ${head.kv}.${head.group}`;
+  return state.pooled ? `attention of all heads; beacons and queries of ${one}` : one;
 }
 
 /** A new element at the end of another. */

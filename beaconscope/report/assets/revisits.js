@@ -5,6 +5,7 @@ import { count, decimal, percent } from "./numbers.js";
 import { filterRows, sortRows, toCsv } from "./tables.js";
 
 const SHOWN = 200;
+const TRUTH = "“found” where it looks back at a place that the task says the next token needs, “elsewhere” where the next token needs a place and it looks back at others, “not needed” where the next token needs none";
 
 /** One row per revisit, with all that is known of it. */
 export function revisitRows(data) {
@@ -50,7 +51,7 @@ export function makeRevisits(parent, store, jump) {
     { key: "distance", name: "back", say: count, number: true, help: "tokens back" },
     ...(data.evicts ? [{ key: "lost", name: "lost", say: percent, number: true, help: "of what it looked at, evicted before" }] : []),
     ...(rows.some((row) => row.gain !== null) ? [{ key: "gain", name: "gain", say: decimal, number: true, help: "nats that looking far back gave the next token" }] : []),
-    ...(data.plain.truth ? [{ key: "needed", name: "truth", help: "whether the task says that the next token needs that place" }] : []),
+    ...(data.plain.truth ? [{ key: "needed", name: "truth", help: TRUTH }] : []),
     { key: "reason", name: "why", help: "together: more heads than chance; agree: heads on one place; alone: one head, strongly" },
   ];
   const every = [...columns, { key: "q", name: "q" }, { key: "names", name: "head names" }, { key: "period", name: "period looked at" }];
@@ -83,7 +84,7 @@ export function makeRevisits(parent, store, jump) {
     rows.length ? el("div", { class: "table-wrap tall", tabindex: "0" }, table) : el("p", { class: "none" }, whyNoRevisits(data)),
     more,
     el("figcaption", { class: "foot" },
-      el("p", { class: "caption" }, `A step revisits when its heads turn to one distant place more than chance allows (false discovery rate ${percent(data.plain.options.fdr)}), or when one head alone does so strongly. Distant is more than ${count(data.plain.summary.window)} tokens back. Click a row to go there; n and p step through them.`),
+      el("p", { class: "caption" }, `A step revisits when its heads turn to one distant place more than chance allows (false discovery rate ${percent(data.plain.options.fdr)}), or when one head alone does so strongly. Distant is more than ${count(data.plain.summary.window)} tokens back. ${data.plain.truth ? `Truth: ${TRUTH}. ` : ""}Click a row to go there; n and p step through them.`),
       el("div", { class: "tools" }, el("button", { type: "button", class: "quiet", title: "Save as CSV", onclick: () =>
         saveAs("revisits.csv", new Blob([toCsv(every, sortRows(filterRows(rows, filter), key, falling))], { type: "text/csv" })) }, "CSV"))),
   );

@@ -22,6 +22,8 @@ function loadPlotly() {
 }
 
 const MARKS = ["circle", "square", "diamond", "cross", "triangle-up", "star", "hexagon", "x"];
+/** Of the controls: nothing keeps more than the oracle, and what keeps less than random eviction is worth nothing. */
+const BOUNDS = { oracle: { symbol: "triangle-up-open", dash: "dash" }, random: { symbol: "triangle-down-open", dash: "dot" } };
 const DASHES = ["solid", "dot", "dash", "longdash", "dashdot", "longdashdot"];
 
 class Series {
@@ -141,6 +143,22 @@ export function curvesOf(settings, figure) {
   return [...groups.values()];
 }
 
+/** Whether random eviction and the oracle are known at two budgets or more, so that there is something between them. */
+function hasBand(groups) {
+  return ["random", "oracle"].every((policy) => groups.some((group) => group.policy === policy && group.points.length > 1));
+}
+
+/** What the controls are and how they are drawn, as far as they are there. */
+export function sayBounds(groups) {
+  const known = new Set(groups.map((group) => group.policy));
+  const said = [
+    known.has("oracle") ? "▵ the oracle, which keeps what is going to be attended to: the most that can be kept" : null,
+    known.has("random") ? "▿ random eviction: what a policy has to beat" : null,
+  ].filter(Boolean).join("; ");
+  const shape = hasBand(groups) ? "The band lies between the two." : groups.every((group) => group.points.length < 2) ? "One budget, so there are points and no curves." : "";
+  return [said ? `${said}.` : "", shape].filter(Boolean).join(" ");
+}
+
 export function makeTradeOff(parent, store) {
   const { replay } = store.data.plain;
   const hasTrt = replay?.settings.some((row) => row.mass_trt !== null && row.mass_trt !== undefined);
@@ -155,7 +173,8 @@ export function makeTradeOff(parent, store) {
     })] : [],
     caption: () => replay
       ? `Share of the attention ${figure === "mass_trt" ? "of thought-revisiting tokens" : "of all generated tokens"} that went to entries which a cache would have kept, against its keys and values in memory (log). ` +
-        `Bars: standard deviation over seeds${figure === replay.ranked_by ? "" : `, of ${replay.ranked_by} only, so not shown here`}. The band reaches from random eviction to the oracle. A replay is teacher-forced: its queries are those of the recording. ${replay.answer?.text ?? ""}`
+        "It is of all attention, near and far, mean over the recorded heads; what is missing to 100 % is what replay calls lost. " +
+        `${sayBounds(curvesOf(replay.settings, figure))} Bars: standard deviation over seeds${figure === replay.ranked_by ? "" : `, of ${replay.ranked_by} only, so not shown here`}. A replay is teacher-forced: its queries are those of the recording. ${replay.answer?.text ?? ""}`
       : "Memory against attention retained, per policy.",
     figure(colours) {
       if (!replay) return { traces: [], none: "No replay was given. Make one: beaconscope replay TRACE -o replay.parquet, then report TRACE --replay replay.parquet." };
@@ -164,18 +183,18 @@ export function makeTradeOff(parent, store) {
       const random = groups.find((group) => group.policy === "random");
       const oracle = groups.find((group) => group.policy === "oracle");
       const traces = [];
-      if (random && oracle) {
+      if (hasBand(groups)) {
         traces.push({ type: "scatter", mode: "lines", ...line(random), line: { width: 0 }, showlegend: false, hoverinfo: "skip" });
         traces.push({ type: "scatter", mode: "lines", ...line(oracle), fill: "tonexty", fillcolor: withAlpha("#808080", 0.12), line: { width: 0 }, showlegend: false, hoverinfo: "skip" });
       }
       let colour = 0;
       groups.forEach((group) => {
-        const control = group === random || group === oracle;
-        const index = control ? 0 : colour++;
+        const bound = BOUNDS[group.policy];
+        const index = bound ? 0 : colour++;
         traces.push({
           type: "scatter", mode: "lines+markers", name: group.name, ...line(group),
-          line: { color: control ? colours.muted : OKABE_ITO[index % OKABE_ITO.length], dash: control ? (group === oracle ? "dash" : "dot") : DASHES[index % DASHES.length], width: control ? 1.5 : 2.5 },
-          marker: { symbol: control ? "circle-open" : MARKS[index % MARKS.length], size: 8 },
+          line: { color: bound ? colours.muted : OKABE_ITO[index % OKABE_ITO.length], dash: bound?.dash ?? DASHES[index % DASHES.length], width: bound ? 1.5 : 2.5 },
+          marker: { symbol: bound?.symbol ?? MARKS[index % MARKS.length], size: bound ? 10 : 8 },
           error_y: figure === replay.ranked_by && group.points.some((point) => point.spread) ? { type: "data", array: group.points.map((point) => point.spread ?? 0), thickness: 1, width: 4 } : undefined,
           text: group.points.map((point) => `${point.setting}${point.live ? "" : " (replay only)"}<br>${bytes(point.x)}, ${percent(point.y, 1)}`),
           hovertemplate: "%{text}<extra></extra>",
@@ -189,7 +208,7 @@ export function makeTradeOff(parent, store) {
         layout: layoutOf(colours, {
           xaxis: { type: "log", title: { text: "keys and values, most at any time", font: { size: 12 } }, range: [low - 0.06, high + 0.06], tickvals: at, ticktext: at.map(bytes) },
           yaxis: { title: { text: "attention kept", font: { size: 12 } }, tickformat: ".0%" },
-          legend: { orientation: "h", y: -0.3, x: 0 },
+          legend: { orientation: "h", y: -0.3, x: 0 }, showlegend: true,
         }),
       };
     },

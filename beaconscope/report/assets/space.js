@@ -2,7 +2,7 @@
 
 import { beaconChanges, changeAt, keyOf } from "./beaconing.js";
 import { Chart, SMALL } from "./chart.js";
-import { cividisCss, OKABE_ITO } from "./colour.js";
+import { apart, css, isDark, OKABE_ITO } from "./colour.js";
 import { choices, el, picker } from "./dom.js";
 import { PHASES } from "./minimap.js";
 import { count, linear } from "./numbers.js";
@@ -62,12 +62,13 @@ export function makeSpace(parent, store, jump) {
       const { position } = known;
       const radius = position.length > 1500 ? 2 : 2.6;
       const now = newest();
+      const dark = isDark();
       for (let index = 0; index < position.length; index++) {
         const at = position[index];
         const [x, y] = scale(index);
         const trt = data.revisitAt.has(at);
         context.globalAlpha = at > until ? 0.08 : colouring === "trt" && !trt ? 0.25 : 0.75;
-        context.fillStyle = colourOf(at, nearest, colours);
+        context.fillStyle = colourOf(at, nearest, colours, dark);
         const r = trt && colouring === "trt" && at <= until ? radius + 1.6 : radius;
         if (data.phase[at] === 0) context.fillRect(x - r, y - r, 2 * r, 2 * r);
         else {
@@ -87,7 +88,7 @@ export function makeSpace(parent, store, jump) {
         context.arc(x, y, 8, 0, 2 * Math.PI);
         context.stroke();
       }
-      legend(context, height, colours);
+      legend(context, height, colours, dark);
     },
     label: () => known ? `Query space of head ${store.head.name} at step ${until}, ${known.position.length} queries, ${beaconsNow().length} beacons` : "No query space",
     hover({ x, y, width, height }) {
@@ -123,8 +124,8 @@ export function makeSpace(parent, store, jump) {
     return nearest.length && nearest[position] !== 0xffff ? nearest[position] : null;
   }
 
-  function colourOf(position, nearest, colours) {
-    if (colouring === "time") return cividisCss(position / Math.max(1, data.length - 1));
+  function colourOf(position, nearest, colours, dark) {
+    if (colouring === "time") return css(apart(position / Math.max(1, data.length - 1), dark));
     if (colouring === "phase") return [colours.muted, colours.accent, colours.back][data.phase[position]];
     if (colouring === "trt") return data.revisitAt.has(position) ? colours.loss : colours.muted;
     const beacon = nearest.length ? nearest[position] : 0xffff;
@@ -242,9 +243,9 @@ export function makeSpace(parent, store, jump) {
     context.stroke();
   }
 
-  function legend(context, height, colours) {
+  function legend(context, height, colours, dark) {
     const items = {
-      time: [["early", cividisCss(0)], ["late", cividisCss(1)]],
+      time: [["early", css(apart(0, dark))], ["late", css(apart(1, dark))]],
       phase: [["prompt (square)", colours.muted], ["think", colours.accent], ["answer", colours.back]],
       trt: [["revisit (large)", colours.loss], ["other", colours.muted]],
       beacon: [["by number of the nearest beacon", colours.muted]],

@@ -8,6 +8,7 @@ import { bytesOfBase64, inflate, Pack } from "../../../beaconscope/report/assets
 import { binned, breakRows, findText, rowOf, visibleRows } from "../../../beaconscope/report/assets/layout.js";
 import { binByMax, lookersAt, mergeSpans, sourcesOf } from "../../../beaconscope/report/assets/looking.js";
 import { commonPrefix, rankCorrelation } from "../../../beaconscope/report/assets/comparing.js";
+import { curvesOf, sayBounds } from "../../../beaconscope/report/assets/series.js";
 import { neighbour } from "../../../beaconscope/report/assets/keys.js";
 import { firstState, formatHash, parseHash, Store, traceOfHash } from "../../../beaconscope/report/assets/state.js";
 import { made, packed } from "./made.js";
@@ -153,6 +154,15 @@ test("two traces: common text, and rank correlation with ties", () => {
   assert.equal(rankCorrelation([1, 2, 3], [10, 20, 30]), 1);
   assert.equal(rankCorrelation([1, 2, 3], [3, 2, 1]), -1);
   assert.ok(Number.isNaN(rankCorrelation([1], [2])));
+});
+
+test("what bounds the curves is said as it is drawn", () => {
+  const rows = (policies, budgets) => policies.flatMap((policy) => budgets.map((budget) => ({ policy, kv_bytes: budget, mass: 0.5, params: { budget } })));
+  const said = (policies, budgets) => sayBounds(curvesOf(rows(policies, budgets), "mass"));
+  assert.match(said(["beacon", "random", "oracle"], [16, 32]), /▵ the oracle.*▿ random.*The band lies between the two\.$/);
+  assert.match(said(["beacon", "random", "oracle"], [16]), /One budget, so there are points and no curves\.$/);
+  assert.doesNotMatch(said(["beacon", "random"], [16, 32]), /band|oracle|points/);
+  assert.equal(said(["beacon"], [16, 32]), "");
 });
 
 test("precision and recall of nothing are unknown", () => {

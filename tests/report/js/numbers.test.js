@@ -1,7 +1,7 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
 
-import { cividis, inkOn, withAlpha } from "../../../beaconscope/report/assets/colour.js";
+import { apart, cividis, inkOn, withAlpha } from "../../../beaconscope/report/assets/colour.js";
 import { bytes, linear, percent, ticks } from "../../../beaconscope/report/assets/numbers.js";
 import { escapeXml, SvgContext } from "../../../beaconscope/report/assets/svg.js";
 import { filterRows, sortRows, toCsv } from "../../../beaconscope/report/assets/tables.js";
@@ -32,6 +32,20 @@ test("cividis goes from dark blue to yellow, and ink can be read on both", () =>
   assert.equal(inkOn(cividis(0)), "#fff");
   assert.equal(inkOn(cividis(1)), "#111");
   assert.equal(withAlpha("#0072b2", 0.5), "rgba(0,114,178,0.5)");
+});
+
+test("amounts can be told from a white and from a black ground, and from each other", () => {
+  // Contrast as WCAG 2.1 defines it; 3 is what it asks of graphics.
+  const luminance = (rgb) => rgb.map((value) => value / 255).map((share) => (share <= 0.03928 ? share / 12.92 : ((share + 0.055) / 1.055) ** 2.4))
+    .reduce((sum, share, index) => sum + share * [0.2126, 0.7152, 0.0722][index], 0);
+  const contrast = (a, b) => {
+    const [low, high] = [luminance(a), luminance(b)].sort((x, y) => x - y);
+    return (high + 0.05) / (low + 0.05);
+  };
+  for (const [dark, ground] of [[false, [255, 255, 255]], [true, [0x17, 0x19, 0x1c]]]) {
+    for (let share = 0; share <= 1; share += 0.05) assert.ok(contrast(apart(share, dark), ground) >= 3, `${dark} ${share}`);
+    assert.ok(contrast(apart(0, dark), apart(1, dark)) > 3);
+  }
 });
 
 test("missing values sort last in either direction", () => {
