@@ -9,6 +9,7 @@ from typing import Any
 import typer
 
 from beaconscope.cli import output as out
+from beaconscope.cli.ending import ending
 from beaconscope.cli.options import Json, Quiet, TraceFile, Verbose, Version
 from beaconscope.cli.terminal import Terminal, printable
 from beaconscope.units import in_bytes
@@ -28,16 +29,17 @@ def info(
 
     from beaconscope.trace import load_trace, summarize
 
-    summary = summarize(load_trace(trace))
+    loaded = load_trace(trace)
+    summary = summarize(loaded)
     if json:
         typer.echo(dumps(summary, indent=2))
         return
-    Terminal(quiet, verbose).table(_lines(summary))
+    Terminal(quiet, verbose).table(_lines(summary, ending(loaded)))
     if verbose:
         Terminal(quiet, verbose).table(_more(summary))
 
 
-def _lines(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _lines(summary: Mapping[str, Any], end: str) -> Iterator[tuple[str, str]]:
     model = summary["model"]
     yield "trace", f"{summary['path']}, {in_bytes(summary['file_bytes'])}, format {summary['format_version']}"
     if summary["created"]:
@@ -58,6 +60,8 @@ def _lines(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     )
     prompt = printable(summary["prompt"] or "")
     yield "prompt", prompt if len(prompt) <= _PROMPT_SHOWN else prompt[:_PROMPT_SHOWN] + " ..."
+    if end:
+        yield "ends with", end
     phases = ", ".join(f"{count:,} {phase}" for phase, count in summary["phases"].items() if count)
     yield "tokens", f"{summary['length']:,} ({phases})"
     yield "layers", _layers(summary["layers"])

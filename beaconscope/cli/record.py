@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from beaconscope.cli import output as out
+from beaconscope.cli.ending import ending
 from beaconscope.cli.errors import INTERRUPTED
 from beaconscope.cli.options import WORKERS, Address, Engine, Force, Json, Output, Quiet, Verbose, Version
 from beaconscope.cli.terminal import Terminal, quieten_libraries
@@ -340,6 +341,8 @@ def _tell(terminal: Terminal, path: Path, paths: list[Path], *, wanted: int, jso
     if json:
         summaries = [summarize(trace) for trace in traces]
         typer.echo(dumps(summaries if path.is_dir() else summaries[0], indent=2))
+    if not path.is_dir() and (end := ending(traces[0])):
+        terminal.note(f"The text ends with:\n{end}")
     for trace in cut:
         terminal.note(f"{trace.path} ends early, after {trace.length} tokens: {trace.cut_reason}.")
     if len(traces) < wanted:

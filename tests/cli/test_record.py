@@ -59,10 +59,15 @@ def test_a_quiet_recording_says_nothing_at_all(start, here, model_folder):
 
 
 def test_a_given_completion_is_forced(run, here, model_folder):
-    Path("thought.txt").write_text("<think>add: 7</think>14", encoding="utf-8")
+    thought = "one \u00e9 " * 60 + "\x1b[31m<think>add:\n7</think>14"
+    Path("thought.txt").write_text(thought, encoding="utf-8")
     result = run("record", "--model", model_folder, "--prompt", "plan.txt", "--completion", "thought.txt", *SMALL)
     assert result.exit_code == 0, result.output
-    assert load_trace("plan.parquet").text.endswith("<think>add: 7</think>14")
+    assert load_trace("plan.parquet").text.endswith(thought)
+    # What was written is shown, its end where it is long, and steers no terminal.
+    plain = "one \u00e9 " * 60 + "[31m<think>add: 7</think>14"
+    assert result.stderr.endswith(f"\nThe text ends with:\n... {plain[-200:]}\n")
+    assert f"ends with     ... {plain[-200:]}\n" in run("info", "plan.parquet").stdout
 
 
 def test_with_a_full_cache_the_beacons_are_a_shadow(run, here, model_folder):
