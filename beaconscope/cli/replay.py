@@ -214,7 +214,6 @@ def replay(
         to_dict,
         with_controls,
     )
-
     from beaconscope.replay.grid import never_full
 
     check_engine(engine, jobs, address)

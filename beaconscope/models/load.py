@@ -7,7 +7,7 @@ import importlib.util
 import re
 import socket
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -182,14 +182,12 @@ def _hub_is_unknown() -> bool:
 def _meant(path: Path) -> str:
     """A question whether another name was meant, the most similar of those there are; nothing where none is."""
     likely = {BUNDLED.casefold(): BUNDLED} if path.parent == Path() else {}
-    try:
+    with suppress(OSError):
         likely |= {
             each.name.casefold(): str(path.with_name(each.name))
             for each in path.expanduser().parent.iterdir()
             if each.is_dir() or each.suffix.lower() == ".gguf"
         }
-    except OSError:
-        pass
     close = difflib.get_close_matches(path.name.casefold(), likely, n=1, cutoff=_CLOSE)
     return f"; did you mean {likely[close[0]]}?" if close else ""
 

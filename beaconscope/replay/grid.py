@@ -179,9 +179,9 @@ def never_full(settings: Sequence[Policy], length: int) -> str:
 def default_lists(length: int) -> dict[str, list[object]]:
     """Budgets and intervals that say something of a trace of ``length`` tokens.
 
-    Budgets are a sixteenth, an eighth and a quarter of it, rounded down to a multiple of 128, or of 8 where that is less
-    than 128, and at least 40, with which the usual 16 recent entries leave something to choose. Those that come out the
-    same are one.
+    Budgets are a sixteenth, an eighth and a quarter of it, rounded down to a multiple of 128, or of 8 where that is
+    less than 128, and at least 40, with which the usual 16 recent entries leave something to choose. Those that come
+    out the same are one.
     """
     budgets: list[object] = []
     for part in (16, 8, 4):

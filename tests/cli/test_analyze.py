@@ -58,8 +58,7 @@ def test_with_a_model_what_is_done_is_said_and_no_bar_of_a_library_is_shown(star
     process = start("analyze", traces[0], *FAST, "--causal", "--model", model_folder, script=script, cwd=here)
     out, err = process.communicate()
     assert err == (
-        f"Loading {model_folder}.\n"
-        "Feeding it the text again, each sentence blind to what is far back and not blind.\n"
+        f"Loading {model_folder}.\nFeeding it the text again, each sentence blind to what is far back and not blind.\n"
     )
     assert "Does it matter?" in out
     assert out.splitlines()[-1] == "True"

@@ -126,8 +126,8 @@ class Policy(ABC):
             raise UsageError(f"interval is {self.interval}; give at least 1")
         if self.budget < self.protected + 1:
             raise UsageError(
-                f"a budget of {self.budget} is too small for {self.name}, which protects {self.protected} (entries that "
-                f"always stay, as the most recent ones) and needs one more; give a budget of at least "
+                f"a budget of {self.budget} is too small for {self.name}, which protects {self.protected} (entries "
+                "that always stay, as the most recent ones) and needs one more; give a budget of at least "
                 f"{self.protected + 1}"
             )
 
