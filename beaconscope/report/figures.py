@@ -27,7 +27,7 @@ from beaconscope.report.svg import ACCENT, FAINT, INK, LOSS, MUTED, OKABE_ITO, D
 _WIDTH = 720.0
 _DASHES = ("", "7 2", "2 2", "9 3 2 3", "12 3")
 """So that curves are told apart without their colours."""
-_DARK = 0.62
+_DARK = 0.66
 """Of cividis, what can be told from white."""
 _MOST_COLUMNS = 320
 """Of the overview."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, field
 from xml.sax.saxutils import quoteattr
@@ -91,5 +92,6 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
     raw = (high - low) / max(1, count)
     power = 10.0 ** int(f"{raw:e}".split("e")[1])
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw * 0.999)
-    first = int(-(-low // step))
-    return [index * step for index in range(first, int(high // step + 1e-9) + 1)]
+    # A hair's breadth more, because 1 / 0.2 is not always 5.
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [index * step for index in range(first, last + 1)]

@@ -18,7 +18,7 @@ from beaconscope.report.figures import _beacons, _overview, _to_png, _tradeoff
 from beaconscope.report.looks import Looks, gather
 from beaconscope.report.pack import Pack
 from beaconscope.report.space import lay_out, shown_positions
-from beaconscope.report.svg import ACCENT, LOSS, Drawing
+from beaconscope.report.svg import ACCENT, LOSS, Drawing, ticks
 from tests.report.made import HOSTILE, PLAIN, hostile_trace, subject
 
 
@@ -170,6 +170,19 @@ def test_columns_of_the_overview_are_of_equally_many_tokens() -> None:
     drawn = [rect for rect in drawing.getElementsByTagName("rect") if rect.getAttribute("fill") == ACCENT]
     assert {rect.getAttribute("height") for rect in drawn} == {"52.00"}
     assert len({rect.getAttribute("width") for rect in drawn}) == 1
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "count", "meant"),
+    [
+        (0, 1, 5, [0, 0.2, 0.4, 0.6, 0.8, 1]),
+        (0, 360, 6, [0, 100, 200, 300]),
+        (0, 0.3, 3, [0, 0.1, 0.2, 0.3]),
+        (4, 4, 5, [4]),
+    ],
+)
+def test_ticks_are_round_and_reach_both_ends(low: float, high: float, count: int, meant: list[float]) -> None:
+    assert ticks(low, high, count) == pytest.approx(meant)
 
 
 def test_random_eviction_and_the_oracle_are_told_apart_at_one_budget() -> None:

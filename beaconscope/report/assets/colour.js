@@ -23,7 +23,7 @@ export function css(rgb) {
 
 /** The part of cividis that can be told from the ground, dark or light: a share from 0 to 1 from dull to bright. */
 export function apart(share, dark) {
-  return cividis(dark ? 0.45 + 0.55 * share : 0.62 * share);
+  return cividis(dark ? 0.45 + 0.55 * share : 0.66 * share);
 }
 
 /** Black or white, whichever can be read on a colour. */

@@ -24,7 +24,7 @@ export function makeGantt(parent, store, jump) {
     title: "Beacons",
     height: () => PLACE.top + Math.max(2, lives.length) * BAR + PLACE.bottom,
     caption: () => lives.length
-      ? `Each bar is a beacon of ${store.head.name}, from the compression that chose it to the one that dropped it; brighter bars had more queries assigned to them. ${hidden ? `The ${count(hidden)} with fewest queries are left out of the picture, not of the data. ` : ""}${lives.length > ROWS ? `${count(lives.length)} of them: scroll for the rest. ` : ""}Click a bar to see what it was taken from and what it protects.`
+      ? `Each bar is a beacon of ${store.head.name}, from the compression that chose it to the one that dropped it; ${isDark() ? "brighter" : "darker"} bars had more queries assigned to them. ${hidden ? `The ${count(hidden)} with fewest queries are left out of the picture, not of the data. ` : ""}${lives.length > ROWS ? `${count(lives.length)} of them: scroll for the rest. ` : ""}Click a bar to see what it was taken from and what it protects.`
       : "The beacons of the chosen head over time.",
     draw(context, { width, height, colours }) {
       context.font = SMALL;
@@ -38,6 +38,8 @@ export function makeGantt(parent, store, jump) {
       const scale = linear([0, data.length], [left, width - PLACE.right]);
       const most = Math.max(1, ...lives.map((life) => life.members));
       const dark = isDark();
+      // Many is far from the ground, as on the attention map.
+      const shade = (share) => css(apart(dark ? share : 1 - share, dark));
       context.textAlign = "center";
       for (const tick of positionTicks(0, data.length, 6)) {
         context.fillStyle = colours.line;
@@ -48,7 +50,7 @@ export function makeGantt(parent, store, jump) {
       lives.forEach((life, row) => {
         const y = PLACE.top + row * BAR;
         const chosen = store.state.beacon === life.key;
-        context.fillStyle = chosen ? colours.loss : css(apart(Math.sqrt(life.members / most), dark));
+        context.fillStyle = chosen ? colours.loss : shade(Math.sqrt(life.members / most));
         // A change at a step is in force from the next position on.
         const [from, to] = [life.birth + 1, Math.min(data.length, life.end + 1)].map(scale);
         context.fillRect(from, y + 2, Math.max(2, to - from), BAR - 4);
