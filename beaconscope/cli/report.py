@@ -78,7 +78,10 @@ def report(
         html = build_report(subjects, options, command=command, progress=progress)
     write_page(page, html)
     terminal.detail(in_bytes(len(html.encode())))
-    terminal.wrote(page, "beaconscope", "figures", str(traces[0]))
+    # The charts are to be of the same analysis and replay.
+    known = [("--analysis", analysis), ("--replay", replay)]
+    given = [word for name, paths in known if paths for word in (name, str(paths[0]))]
+    terminal.wrote(page, "beaconscope", "figures", str(traces[0]), *given)
     if open_page:
         webbrowser.open(page.resolve().as_uri())
 
