@@ -187,7 +187,8 @@ def _agreement(trace: Trace, analysis: dict[str, Any]) -> str:
     seen = agreement(truth(trace), found, window=summary["window"], first=first)
     return (
         f"{len(found)} found: {seen.right} of the {seen.wanted} looks that the task has farther back than "
-        f"{summary['window']} tokens, {seen.near} of its nearer ones, and {seen.found - seen.right} that it does not have"
+        f"{summary['window']} tokens, {seen.near} of its nearer ones, and {seen.found - seen.right} that it does not "
+        "have"
     )
 
 
