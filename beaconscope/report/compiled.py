@@ -16,12 +16,10 @@ _KEPT = ("umap.umap_", "umap.layouts", "umap.utils")
 
 def load_umap() -> ModuleType:
     """The package ``umap``, told to keep what it compiles where that can be written."""
-    from numba.core.dispatcher import Dispatcher
-
     umap = importlib.import_module("umap")
     for name in _KEPT:
         for each in vars(sys.modules[name]).values():
-            if isinstance(each, Dispatcher) and each.py_func.__module__ == name:
+            if hasattr(each, "enable_caching") and each.py_func.__module__ == name:
                 try:
                     each.enable_caching()
                 except (RuntimeError, OSError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from beaconscope.cli.ending import ending
 from beaconscope.cli.info import _lines, _more
 from beaconscope.errors import BeaconScopeError
 from beaconscope.trace import Trace, load_trace, summarize
@@ -22,7 +23,7 @@ def read_everything(path: Path) -> Trace:
     trace = load_trace(path)
     summary = summarize(trace)
     json.dumps(summary, allow_nan=False)
-    assert [f"{name} {value}" for name, value in (*_lines(summary), *_more(summary))]
+    assert [f"{name} {value}" for name, value in (*_lines(summary, ending(trace)), *_more(summary))]
     assert len(trace.tokens) == trace.length
     prefill_passes(trace)
     for layer, head in trace.heads:

@@ -437,7 +437,7 @@ def test_fastgen_without_kinds_of_tokens_is_refused():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("h2o:recent=64,budget=64", "budget of 64 does not hold the 64 protected"),
+        ("h2o:recent=64,budget=64", "budget of 64 is too small for h2o, which protects 64"),
         ("scissorhands:budget=16", "does not hold the 10 protected"),
         ("snapkv:kernel=4", "kernel is 4; give an odd number"),
         ("snapkv:budget=32", "give a budget of at least 33"),
