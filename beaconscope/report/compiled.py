@@ -7,6 +7,7 @@ processor are others.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 from types import ModuleType
@@ -14,6 +15,7 @@ from types import ModuleType
 _KEPT = ("umap.umap_", "umap.layouts", "umap.utils")
 
 
+@functools.cache
 def load_umap() -> ModuleType:
     """The package ``umap``, told to keep what it compiles where that can be written."""
     umap = importlib.import_module("umap")
