@@ -62,8 +62,14 @@ class _Entries(CacheView):
         h, n = self.positions.shape[1:]
         logits = asked[0][0].new_empty((1, h, group, sum(counts), n))
         parts = torch.split(logits, counts, dim=3)
-        for part, each, one in zip(parts, known, asked, strict=True):
-            if each is None or not each.look_up(part, self.positions, self.newest):
+        found = [
+            each is not None and each.look_up(part, self.positions, self.newest)
+            for part, each in zip(parts, known, strict=True)
+        ]
+        if not any(found):
+            return super().logits(scaling, *asked)  # the keys are gathered once
+        for part, there, one in zip(parts, found, asked, strict=True):
+            if not there:
                 part.copy_(super().logits(scaling, one))
         return logits
 
