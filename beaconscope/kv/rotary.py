@@ -11,6 +11,7 @@ they compute the same numbers.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,16 +63,18 @@ class Rotary:
             limit=self.limit,
         )
 
-    def _cos_sin(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosine and signed sine for ``positions`` [...], each float32 [..., D], rounded as the model rounds them."""
-        angle = positions.to(torch.float32).unsqueeze(-1) * self.inv_freq  # [..., F]
+    def _turns(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosine and sine of each frequency at ``positions`` [...], float32 [..., F], rounded as the model does."""
+        angle = positions.to(torch.float32).unsqueeze(-1) * self.inv_freq
         cos = (angle.cos() * self.scaling).to(self.dtype).to(torch.float32)
         sin = (angle.sin() * self.scaling).to(self.dtype).to(torch.float32)
+        return cos, sin
+
+    def _each(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosine and signed sine of each dimension, [..., D], from those of each frequency."""
         passes = self.frequency < 0
         index = self.frequency.clamp(min=0)
-        cos = torch.where(passes, 1.0, cos[..., index])
-        sin = torch.where(passes, 0.0, sin[..., index] * self.sign)
-        return cos, sin
+        return torch.where(passes, 1.0, cos[..., index]), torch.where(passes, 0.0, sin[..., index] * self.sign)
 
     def _partners(self, x: Tensor) -> Tensor:
         """For each dimension of ``x`` [..., D] the one that it turns with."""
@@ -80,18 +83,18 @@ class Rotary:
 
     def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
         """Rotate ``x`` [..., D] to ``positions`` (broadcast against [...]); float32 in and out."""
-        cos, sin = self._cos_sin(positions)
+        cos, sin = self._each(*self._turns(positions))
         return x * cos + self._partners(x) * sin
 
     def unrotate(self, x: Tensor, positions: Tensor) -> Tensor:
         """Undo :meth:`rotate`: the pre-RoPE vectors of post-RoPE ``x`` [..., D] at ``positions``."""
-        cos, sin = self._cos_sin(positions)
+        cos, sin = self._each(*self._turns(positions))
         return (x * cos - self._partners(x) * sin) / (cos * cos + sin * sin)
 
-    def rotate_mean(self, x: Tensor, positions: Tensor) -> Tensor:
-        """The mean of ``x`` [..., D] rotated to each of ``positions`` [P]; float32 in and out."""
-        cos, sin = (part.mean(dim=0) for part in self._cos_sin(positions))  # [D]
-        return x * cos + self._partners(x) * sin
+    def mean_rotation(self, positions: Tensor) -> Callable[[Tensor], Tensor]:
+        """What gives the mean of a vector [..., D] rotated to each of ``positions`` [P]; float32 in and out."""
+        cos, sin = self._each(*(each.mean(dim=0) for each in self._turns(positions)))  # [D]
+        return lambda x: x * cos + self._partners(x) * sin
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values, for the metadata of a trace."""

@@ -21,6 +21,8 @@ class Held:
     positions: Tensor  # int64 [1, H, N], ascending; -1 in the first columns of a head that holds fewer
     newest: int = -1
     """The last position that it took in; while caches advance together, where it is going to compress."""
+    fresh: int = 0
+    """Entries that it took in since it last compressed: the newest ones, all of them there."""
 
     @classmethod
     def nothing(cls, data: LayerData) -> Held:
@@ -35,6 +37,7 @@ class Held:
     def add(self, start: int, stop: int) -> None:
         """Take in the positions ``start`` to ``stop``."""
         self.newest = stop - 1
+        self.fresh += stop - start
         new = torch.arange(start, stop, device=self.positions.device)
         self.positions = torch.cat([self.positions, new.expand(1, self.positions.shape[1], stop - start)], dim=2)
 
@@ -45,12 +48,14 @@ class Held:
 
     def keep(self, kept: Tensor, size: int) -> Tensor:
         """Keep ``size`` entries of every head; which, as a policy's state is told of it."""
+        self.fresh = 0
         index = kept.nonzero()[:, 2].view(1, -1, size)
         self.positions = self.positions.gather(2, index)
         return index
 
     def keep_ragged(self, kept: Tensor) -> Tensor:
         """Keep of each head what ``kept`` says, in the last columns; which, -1 in the columns before."""
+        self.fresh = 0
         width = int(kept.sum(dim=-1).max())
         order = kept.to(torch.uint8).argsort(dim=-1, stable=True)[..., self.size - width :]
         held = kept.gather(-1, order)

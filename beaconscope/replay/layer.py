@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -48,6 +49,18 @@ class LayerData:
     def prompt_length(self) -> int:
         """Tokens of the prompt; decoding begins at this position."""
         return sum(self.passes)
+
+    @cached_property
+    def key_norm(self) -> Tensor:
+        """Norms of the keys, [1, H, T]."""
+        norm: Tensor = self.key.norm(dim=-1)
+        return norm
+
+    @cached_property
+    def value_norm(self) -> Tensor:
+        """Norms of the values, or of the keys where no values are recorded, [1, H, T]."""
+        norm: Tensor = (self.key if self.value is None else self.value).norm(dim=-1)
+        return norm
 
     def heads(self) -> HeadInfo:
         """The heads as a policy's state is told of them."""

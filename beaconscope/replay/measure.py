@@ -243,15 +243,15 @@ class _Gone:
     for_good: Tensor  # int64 [L], the settings that evict for good
     last: Tensor  # float32 [L, W], the last position that finds each entry, of these
     by_entry: Tensor  # the same as [W, L], to look up entries for all settings at once
-    fired: tuple[npt.NDArray[np.int64], ...]  # when each of these compresses, ascending
+    fired: npt.NDArray[np.int64]  # when one of these compresses, ascending
+    fires: npt.NDArray[np.int64]  # which of them it is
     at_will: Tensor  # int64 [C - L], the others
     there: Tensor  # bool [C - L, q, N], what they find
 
-    def changing(self, start: int, stop: int) -> Iterator[int]:
+    def changing(self, start: int, stop: int) -> list[int]:
         """Those of the settings for good that compress after a query of the block which has others after it."""
-        for number, fired in enumerate(self.fired):
-            if np.searchsorted(fired, start) < np.searchsorted(fired, stop - 1):
-                yield number
+        inside = slice(*np.searchsorted(self.fired, (start, stop - 1)))
+        return sorted(set(self.fires[inside].tolist()))
 
     def before(self, position: int) -> Tensor:
         """What was gone when the query at ``position`` came, 1 or 0, float32 [L, W]."""
@@ -278,7 +278,8 @@ class _Settings:
         good = [(number, each) for number, each in enumerate(kept) if isinstance(each, Lifetimes)]
         others = [(number, each) for number, each in enumerate(kept) if not isinstance(each, Lifetimes)]
         self._device = data.query.device
-        self._fired = tuple(np.array(each.fired, np.int64) for _, each in good)
+        fires = sorted((fired, number) for number, (_, each) in enumerate(good) for fired in each.fired)
+        self._fired, self._fires = np.array(fires, np.int64).reshape(-1, 2).T
         self._others = [each for _, each in others]
         self._for_good = torch.tensor([number for number, _ in good], dtype=torch.int64, device=self._device)
         self._at_will = torch.tensor([number for number, _ in others], dtype=torch.int64, device=self._device)
@@ -294,7 +295,7 @@ class _Settings:
         there = torch.stack(found) if found else self._last.new_zeros((0, stop - start, stop), dtype=torch.bool)
         position = torch.arange(start, stop, dtype=torch.float32, device=self._device)
         last = self._last[:, : _whole_groups(stop)]
-        return _Gone(position, self._for_good, last, self._by_entry, self._fired, self._at_will, there)
+        return _Gone(position, self._for_good, last, self._by_entry, self._fired, self._fires, self._at_will, there)
 
 
 def _mass(block: _Block, gone: _Gone) -> Tensor:

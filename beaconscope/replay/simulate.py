@@ -13,7 +13,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -31,14 +31,14 @@ from beaconscope.replay.expected import Expectations
 from beaconscope.replay.held import Held
 from beaconscope.replay.kept import NEVER, Intervals, Kept, Lifetimes, Masks
 from beaconscope.replay.layer import LayerData
-from beaconscope.replay.observed import LEAST_ROWS, Observed, SharedLogits
+from beaconscope.replay.observed import LEAST_ROWS, Observed, SharedRows
 
 
 class _Entries(CacheView):
     """The view of a compression, whose keys and values are gathered when somebody looks at them."""
 
     def __init__(
-        self, data: LayerData, held: Tensor, newest: int, shared: Mapping[Observers, SharedLogits] | None = None
+        self, data: LayerData, held: Tensor, newest: int, shared: Mapping[Observers, SharedRows] | None = None
     ) -> None:
         self.__dict__.update(_data=data, positions=held, newest=newest, _shared=shared or {})
 
@@ -52,26 +52,48 @@ class _Entries(CacheView):
         data: LayerData = self.__dict__["_data"]
         return data.entries(data.key if data.value is None else data.value, self.positions)
 
+    @property
+    def key_norm(self) -> Tensor:
+        data: LayerData = self.__dict__["_data"]
+        return data.key_norm.gather(2, self.positions.clamp(min=0))
+
+    @property
+    def value_norm(self) -> Tensor:
+        data: LayerData = self.__dict__["_data"]
+        return data.value_norm.gather(2, self.positions.clamp(min=0))
+
     def logits(self, scaling: float, *asked: tuple[Tensor, Observers | None]) -> Tensor:
-        shared: Mapping[Observers, SharedLogits] = self.__dict__["_shared"]
-        known = [shared.get(observers) if observers is not None else None for _, observers in asked]
+        return self._looked_up(SharedRows.logits, super().logits, scaling, asked)
+
+    def exponentials(self, scaling: float, *asked: tuple[Tensor, Observers | None]) -> Tensor:
+        return self._looked_up(SharedRows.exponentials, super().exponentials, scaling, asked)
+
+    def _looked_up(
+        self,
+        look_up: Callable[[SharedRows, Tensor, Tensor], None],
+        work_out: Callable[..., Tensor],
+        scaling: float,
+        asked: Sequence[tuple[Tensor, Observers | None]],
+    ) -> Tensor:
+        """Rows of what is asked, looked up where they are shared and worked out where not, [1, H, G, Q, N]."""
+        shared: Mapping[Observers, SharedRows] = self.__dict__["_shared"]
         counts = [query.shape[3] for query, _ in asked]
         group = asked[0][0].shape[2]
-        if not any(known) or min(counts) * group < LEAST_ROWS:
-            return super().logits(scaling, *asked)
+        if min(counts) * group < LEAST_ROWS:
+            return work_out(scaling, *asked)
+        known = [shared.get(observers) if observers is not None else None for _, observers in asked]
+        known = [each if each is not None and each.known(self.newest) else None for each in known]
+        column = next((each.columns(self.positions) for each in known if each is not None), None)
+        if column is None:
+            return work_out(scaling, *asked)  # the keys are gathered once
         h, n = self.positions.shape[1:]
-        logits = asked[0][0].new_empty((1, h, group, sum(counts), n))
-        parts = torch.split(logits, counts, dim=3)
-        found = [
-            each is not None and each.look_up(part, self.positions, self.newest)
-            for part, each in zip(parts, known, strict=True)
-        ]
-        if not any(found):
-            return super().logits(scaling, *asked)  # the keys are gathered once
-        for part, there, one in zip(parts, found, asked, strict=True):
-            if not there:
-                part.copy_(super().logits(scaling, one))
-        return logits
+        rows = asked[0][0].new_empty((1, h, group, sum(counts), n))
+        for part, each, one in zip(torch.split(rows, counts, dim=3), known, asked, strict=True):
+            if each is None:
+                part.copy_(work_out(scaling, one))
+            else:
+                look_up(each, part, column)
+        return rows
 
 
 def simulate(policies: Sequence[Policy], data: LayerData) -> list[Kept]:
@@ -121,7 +143,7 @@ def timed_simulation(policies: Sequence[Policy], data: LayerData) -> tuple[list[
         else:
             held = Held.nothing(data)
             state = policy.start(data.heads())
-            shared: Mapping[Observers, SharedLogits] = {}
+            shared: Mapping[Observers, SharedRows] = {}
             if isinstance(policy, BeaconKV | SnapKV):
                 shared = observed.join(policy, held)
             if isinstance(state, BeaconKVState) and isinstance(policy, BeaconKV):
@@ -161,7 +183,7 @@ def _advance(
     data: LayerData,
     held: Held,
     state: PolicyState,
-    shared: Mapping[Observers, SharedLogits] | None = None,
+    shared: Mapping[Observers, SharedRows] | None = None,
 ) -> Generator[int, None, Lifetimes]:
     """Drive a policy from compression to compression; yields the position of each before it happens."""
     if policy.needs_kinds and data.kinds is None:

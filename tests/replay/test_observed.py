@@ -1,73 +1,83 @@
-"""Products that settings share are those that each would work out by itself."""
+"""What settings share is what each would work out by itself."""
 
 from __future__ import annotations
 
+import dataclasses
+
+import pytest
 import torch
 
 from beaconscope import BeaconKV
 from beaconscope.kv.policies import CacheView, SnapKV
 from beaconscope.replay.beacon_history import BeaconHistories
 from beaconscope.replay.held import Held
-from beaconscope.replay.observed import Observed, SharedLogits
+from beaconscope.replay.observed import Observed
 from beaconscope.replay.simulate import schedule
 from tests.replay.made import made_layer
 
-NEWEST = 99
+NEWEST, FRESH = 99, 8
 
 
 def some(count=30, seed=1, among=NEWEST + 1, newest=NEWEST):
-    """Some entries, for each head its own, among the last so many positions."""
+    """The newest entries, and for each head its own others of the last so many positions."""
     draw = torch.Generator().manual_seed(seed)
-    order = torch.rand((2, among), generator=draw).argsort(dim=-1)[:, :count]
-    return Held(order.sort(dim=-1).values[None] + NEWEST + 1 - among, newest)
+    older = torch.rand((2, among - FRESH), generator=draw).argsort(dim=-1)[:, : count - FRESH].sort(dim=-1).values
+    positions = torch.cat([older + NEWEST + 1 - among, torch.arange(NEWEST + 1 - FRESH, NEWEST + 1).expand(2, -1)], 1)
+    return Held(positions[None], newest, FRESH)
 
 
 def alone(data, query, held):
     key = data.entries(data.key, held.positions)
-    return CacheView(key, key, held.positions, NEWEST).logits(data.scaling, (query, None))
+    view = CacheView(key, key, held.positions, NEWEST)
+    return {
+        "logits": view.logits(data.scaling, (query, None)),
+        "exponentials": view.exponentials(data.scaling, (query, None)),
+    }
 
 
-def looked_up(shared, data, count, held):
-    """What a setting finds that asks ``count`` queries; None where it has to multiply by itself."""
-    out = torch.empty((1, 2, data.query.shape[2], count, held.size))
-    return out if shared.look_up(out, held.positions, NEWEST) else None
+def looked_up(rows, data, count, held):
+    """What a setting finds that asks ``count`` queries; None where it has to work it out by itself."""
+    if not rows.known(NEWEST):
+        return None
+    found = {}
+    for name in ("logits", "exponentials"):
+        found[name] = torch.empty((1, 2, data.query.shape[2], count, held.size))
+        getattr(rows, name)(found[name], rows.columns(held.positions))
+    return found
 
 
-def test_the_last_or_the_first_of_the_most_queries_with_the_entries_that_are_held():
-    data = made_layer(120, group=3)
-
-    def asked(position, count):
-        assert (position, count) == (NEWEST, 7)
-        return data.query[:, :, :, position + 1 - count : position + 1]
-
-    # GIVEN settings that hold little of everything together, and nearly all of it
-    for size, among in ((12, 20), (90, 100)):
-        caches = [(count, some(size, seed, among)) for seed, count in enumerate((7, 3, 7, 5))]
-        for last in (True, False):
-            shared = SharedLogits(data, asked, last=last)
-            for count, held in caches:
-                shared.join(count, held)
-            # WHEN each looks up what it asks
-            for count, held in caches:
-                query = asked(NEWEST, 7)[:, :, :, 7 - count if last else 0 :][:, :, :, :count]
-                # THEN it finds its products with what it holds
-                torch.testing.assert_close(looked_up(shared, data, count, held), alone(data, query, held))
-
-
-def test_where_it_does_not_pay_a_setting_multiplies_by_itself():
-    data = made_layer(120, group=3)
-    shared = SharedLogits(data, lambda position, count: data.query[:, :, :, :count], last=True)
-    shared.join(7, some())
-    assert looked_up(shared, data, 7, some()) is None
-    # Nor does another that compresses elsewhere help.
-    shared = SharedLogits(data, lambda position, count: data.query[:, :, :, :count], last=True)
-    shared.join(7, some())
-    shared.join(7, some(newest=NEWEST + 8))
-    assert looked_up(shared, data, 7, some()) is None
+@pytest.mark.parametrize("times", [1, 12])
+@pytest.mark.parametrize(("size", "among"), [(12, 20), (90, 100)], ids=["little", "nearly all"])
+def test_the_last_or_the_first_of_the_most_queries_with_the_entries_that_are_held(size, among, times):
+    # GIVEN settings that hold little of everything together, or nearly all of it
+    data = made_layer(120, prompt=20, group=3)
+    data = dataclasses.replace(data, scaling=data.scaling * times)
+    many = [
+        BeaconKV(budget=52, interval=8, beacons=beacons, recent=recent)
+        for beacons, recent in ((8, 7), (3, 5), (8, 3), (5, 7))
+    ]
+    histories = BeaconHistories(data, [(policy, schedule(policy, data)) for policy in many])
+    observed = Observed(data, histories)
+    caches = [some(size, seed, among) for seed in range(len(many))]
+    shared = [observed.join(policy, held) for policy, held in zip(many, caches, strict=True)]
+    # WHEN each looks up what it asks
+    for policy, held, rows in zip(many, caches, shared, strict=True):
+        tracker = histories.tracker(policy)
+        queries = {
+            "recent": data.query[:, :, :, NEWEST + 1 - policy.recent : NEWEST + 1],
+            "beacons": tracker.rotated(tracker.choose(NEWEST), NEWEST, "current"),
+        }
+        for observers, query in queries.items():
+            found = looked_up(rows[observers], data, query.shape[3], held)
+            # THEN it finds what it would find by itself
+            for name, expected in alone(data, query, held).items():
+                torch.testing.assert_close(found[name], expected)
+    unsettled = observed.exponentials[1]
+    assert (unsettled is None) if times == 1 else bool(unsettled.any() and not unsettled.all())
 
 
 def joined(settings, data):
-    """For each setting, what it finds of the recent queries' products and of the beacons' at NEWEST."""
+    """For each setting, whether the rows of its recent queries and of its beacons are known at NEWEST."""
     known = []
     for policy in settings:
         fired = schedule(policy, data)
@@ -76,10 +86,7 @@ def joined(settings, data):
         data, BeaconHistories(data, [(policy, fired) for policy, fired, _ in known if isinstance(policy, BeaconKV)])
     )
     found = [observed.join(policy, held) for policy, _, held in known]
-    return [
-        {name: looked_up(each, data, 8, held) is not None for name, each in shared.items()}
-        for shared, (_, _, held) in zip(found, known, strict=True)
-    ]
+    return [{name: each.known(NEWEST) for name, each in shared.items()} for shared in found]
 
 
 def test_what_settings_share_that_compress_together():

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from beaconscope.errors import UsageError
 from beaconscope.kv.heads import HeadInfo
+from beaconscope.kv.softmax import exponentials
 from beaconscope.kv.step import AttentionStep
 
 Observers = Literal["recent", "beacons"]
@@ -43,6 +44,18 @@ class CacheView:
         """N, the entries at hand."""
         return self.positions.shape[2]
 
+    @property
+    def key_norm(self) -> Tensor:
+        """Norms of the keys, float32 [R, H, N]."""
+        norm: Tensor = self.key.float().norm(dim=-1)
+        return norm
+
+    @property
+    def value_norm(self) -> Tensor:
+        """Norms of the values, float32 [R, H, N]."""
+        norm: Tensor = self.value.float().norm(dim=-1)
+        return norm
+
     def logits(self, scaling: float, *asked: tuple[Tensor, Observers | None]) -> Tensor:
         """Scaled products of queries with the keys at hand, float32 [R, H, G, Q, N], Q over all that is asked.
 
@@ -58,6 +71,10 @@ class CacheView:
         r, h, g, q, d = query.shape
         logits = query.view(r, h, g * q, d) @ self.key.float().transpose(-1, -2)
         return logits.view(r, h, g, q, self.size)
+
+    def exponentials(self, scaling: float, *asked: tuple[Tensor, Observers | None]) -> Tensor:
+        """The :func:`~beaconscope.kv.softmax.exponentials` of :meth:`logits`."""
+        return exponentials(self.logits(scaling, *asked))
 
 
 class PolicyState(ABC):

@@ -21,6 +21,7 @@ from beaconscope.kv.beacons import BeaconSettings, BeaconTracker, QuerySpace, Ro
 from beaconscope.kv.heads import HeadInfo
 from beaconscope.kv.policies.base import CacheView, Observers, Policy, PolicyState, QueryBlock, keep_highest
 from beaconscope.kv.policies.recent import RecentQueriesState
+from beaconscope.kv.softmax import normalized
 
 Pooling = Literal["max", "mean"]
 
@@ -46,15 +47,17 @@ class BeaconKVState(RecentQueriesState):
         if beacons is not None:
             rotated = self.tracker.rotated(beacons, view.newest, policy.beacon_rotation)
             asked.append((rotated, "beacons" if policy.beacon_rotation == "current" else None))
-        scores = self._scores(view.logits(self._heads.scaling, *asked))
+        scores = self._scores(normalized(view.exponentials(self._heads.scaling, *asked)))
         protected = (view.positions > view.newest - policy.recent) | (view.positions < policy.sinks)
         return keep_highest(scores, protected, policy.budget, self._heads.shared)
 
-    def _scores(self, logits: Tensor) -> Tensor:
-        """Score of every entry, [R, H, N], from what observation queries look for, [R, H, G, Q, N]."""
-        weight = logits.softmax(dim=-1)
-        per_head = weight.amax(dim=3) if self._policy.query_pooling == "max" else weight.mean(dim=3)
-        return per_head.amax(dim=2) if self._policy.group_pooling == "max" else per_head.mean(dim=2)
+    def _scores(self, weight: Tensor) -> Tensor:
+        """Score of every entry, [R, H, N], from the weights of observation queries, [R, H, G, Q, N]."""
+        queries, group = self._policy.query_pooling, self._policy.group_pooling
+        if queries == group == "max":
+            return weight.amax(dim=(2, 3))
+        per_head = weight.amax(dim=3) if queries == "max" else weight.mean(dim=3)
+        return per_head.amax(dim=2) if group == "max" else per_head.mean(dim=2)
 
     def select_rows(self, rows: Tensor) -> None:
         super().select_rows(rows)

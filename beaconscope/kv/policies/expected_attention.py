@@ -61,15 +61,15 @@ class ExpectedQueries:
         sums = self._sums.with_more(self._begun)
         to = torch.arange(view.newest + 1, view.newest + 1 + policy.future, device=view.positions.device)
         key = view.key.float()  # [R, H, N, D]
-        logits = self._rotary.rotate_mean(sums.mean, to) @ key.transpose(-1, -2) * scaling  # [R, H, G, N]
+        turn = self._rotary.mean_rotation(to)
+        logits = turn(sums.mean) @ key.transpose(-1, -2) * scaling  # [R, H, G, N]
         if not policy.covariance:
             return logits
-        half = self._rotary.rotate_mean(sums.scatter / max(sums.count, 1), to)
-        covariance = self._rotary.rotate_mean(half.transpose(-1, -2), to)
+        covariance = turn(turn(sums.scatter / max(sums.count, 1)).transpose(-1, -2))
         r, h, g, d, _ = covariance.shape
         # One product for all query heads, so that no keys are copied.
         turned = key @ covariance.transpose(2, 3).reshape(r, h, d, g * d)  # [R, H, N, GD]
-        spread = (turned.view(r, h, -1, g, d) * key.unsqueeze(3)).sum(dim=-1).transpose(-1, -2)
+        spread = turned.view(r, h, -1, g, d).mul_(key.unsqueeze(3)).sum(dim=-1).transpose(-1, -2)
         return logits + spread * (scaling**2 / 2)
 
     def select_rows(self, rows: Tensor) -> None:
@@ -121,7 +121,7 @@ class ExpectedAttentionState(PolicyState):
         logits = self.expected.logits(view).masked_fill(sinks.unsqueeze(2), float("-inf"))
         weight = logits.softmax(dim=-1).mean(dim=2)
         if policy.values:
-            weight = (weight + policy.epsilon) * view.value.float().norm(dim=-1)
+            weight = (weight + policy.epsilon) * view.value_norm
         return keep_highest(weight, sinks, policy.budget, self._heads.shared)
 
     def select_rows(self, rows: Tensor) -> None:

@@ -25,7 +25,7 @@ class KnormState(PolicyState):
 
     def keep(self, view: CacheView) -> Tensor:
         recent = view.positions > view.newest - self._policy.recent
-        return keep_highest(-view.key.float().norm(dim=-1), recent, self._policy.budget, self._shared)
+        return keep_highest(-view.key_norm, recent, self._policy.budget, self._shared)
 
 
 @dataclass(frozen=True)
