@@ -12,6 +12,21 @@ _BLOCK_BYTES = 32 << 20
 """Attention of many tokens is computed in blocks of at most this size."""
 
 
+def scaled_products(query: Tensor, key: Tensor, scaling: float) -> Tensor:
+    """Products of queries [R, H, G, t, D] with the keys [R, H, N, D] of their heads, times ``scaling``.
+
+    Returns
+    -------
+    Tensor
+        float32 [R, H, G, t, N].
+    """
+    # Scaled before the product, which has more numbers.
+    query = query.float() * scaling
+    r, h, g, t, d = query.shape
+    products = query.reshape(r, h, g * t, d) @ key.float().transpose(-1, -2)
+    return products.view(r, h, g, t, key.shape[2])
+
+
 def attention_weights(
     logits: Tensor,
     softcap: float | None = None,
@@ -88,12 +103,9 @@ class AttentionStep:
         These are the model's own weights: its scaling, soft cap, learned sinks and window are applied. Rows sum to one,
         less what a learned sink takes.
         """
-        # Scaled before the product, which has more numbers.
-        query = self.query[:, :, :, start:stop].float() * self.scaling  # [R, H, G, t, D]
-        r, h, g, t, d = query.shape
-        logits = (query.reshape(r, h, g * t, d) @ self.key.float().transpose(-1, -2)).view(r, h, g, t, -1)
+        logits = scaled_products(self.query[:, :, :, start:stop], self.key, self.scaling)
         masked = self.tokens > 1 or self.window is not None or self.padded
-        visible = self._visible(start, t) if masked else None
+        visible = self._visible(start, logits.shape[3]) if masked else None
         return attention_weights(logits, self.softcap, self.sink_logit, visible)
 
     def blocks(self, start: int = 0) -> Iterator[tuple[int, Tensor]]:

@@ -24,6 +24,7 @@ from beaconscope.kv.policies import SnapKV
 from beaconscope.kv.policies.base import Observers
 from beaconscope.kv.policies.beacon import BeaconKV
 from beaconscope.kv.softmax import exponentials, shift_differs
+from beaconscope.kv.step import scaled_products
 from beaconscope.replay.beacon_history import BeaconHistories, shared_choice
 from beaconscope.replay.held import Held, Union, unite
 from beaconscope.replay.layer import LayerData
@@ -166,14 +167,13 @@ class Observed:
                 series.place = range(known, known := known + asked[-1].shape[3])
         if not asked:
             return
-        query = torch.cat(asked, dim=3) * self._data.scaling
-        _, h, g, q, d = query.shape
         key = self._data.key[:, :, : newest + 1]
         if self.union.column is not None:
             key = self._data.entries(self._data.key, self.union.positions)
-        self.logits = (query.view(1, h, g * q, d) @ key.transpose(-1, -2)).view(1, h, g, q, -1)
+        self.logits = scaled_products(torch.cat(asked, dim=3), key, self._data.scaling)
         fresh = min(each.fresh for each in held)
-        self._in_all = torch.arange(newest + 1 - fresh, newest + 1, device=query.device).expand(1, h, fresh)
+        in_all = torch.arange(newest + 1 - fresh, newest + 1, device=key.device)
+        self._in_all = in_all.expand(1, len(self._data.kv_heads), fresh)
 
     def _newest(self, position: int, count: int) -> Tensor:
         return self._data.query[:, :, :, max(0, position + 1 - count) : position + 1]

@@ -13,7 +13,7 @@ from torch import Tensor
 from beaconscope.errors import UsageError
 from beaconscope.kv.heads import HeadInfo
 from beaconscope.kv.softmax import exponentials
-from beaconscope.kv.step import AttentionStep
+from beaconscope.kv.step import AttentionStep, scaled_products
 
 Observers = Literal["recent", "beacons"]
 """Queries that observe at a compression: the most recent ones, or beacons rotated to the newest position."""
@@ -67,10 +67,7 @@ class CacheView:
             Queries [R, H, G, q, D], post-RoPE, float32, and what they are, where a replay of many settings may have
             their products already: the last q queries, or the first q beacons.
         """
-        query = torch.cat([query for query, _ in asked], dim=3) * scaling
-        r, h, g, q, d = query.shape
-        logits = query.view(r, h, g * q, d) @ self.key.float().transpose(-1, -2)
-        return logits.view(r, h, g, q, self.size)
+        return scaled_products(torch.cat([query for query, _ in asked], dim=3), self.key, scaling)
 
     def exponentials(self, scaling: float, *asked: tuple[Tensor, Observers | None]) -> Tensor:
         """The :func:`~beaconscope.kv.softmax.exponentials` of :meth:`logits`."""

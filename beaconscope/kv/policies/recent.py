@@ -37,9 +37,3 @@ class RecentQueriesState(PolicyState):
             visible = position[:, None] >= view.positions[:, :, None, None, -count:]
         logits = view.logits(heads.scaling, (self._recent, "recent"))
         return attention_weights(logits, heads.softcap, heads.sink_logit, visible)
-
-    def _logits(self, key: Tensor) -> Tensor:
-        """Scaled products of the remembered queries with keys [R, H, N, D], [R, H, G, W, N]."""
-        r, h, g, w, d = self._recent.shape
-        products = self._recent.reshape(r, h, g * w, d) @ key.float().transpose(-1, -2)
-        return products.view(r, h, g, w, -1) * self._heads.scaling

@@ -22,6 +22,7 @@ from beaconscope.kv.heads import HeadInfo
 from beaconscope.kv.policies.base import CacheView, Policy, PolicyState, keep_highest
 from beaconscope.kv.policies.pooling import pool_neighbours
 from beaconscope.kv.policies.recent import RecentQueriesState
+from beaconscope.kv.step import scaled_products
 
 _BLOCK_BYTES = 32 << 20
 """Cosines are computed in blocks of rows of at most this size."""
@@ -38,7 +39,8 @@ class RKVState(RecentQueriesState):
         policy = self._policy
         window = min(policy.window, view.size)
         before = slice(0, view.size - window)
-        weight = self._logits(view.key[:, :, before]).amax(dim=2).softmax(dim=-1)  # [R, H, W, N - w]
+        logits = scaled_products(self._recent, view.key[:, :, before], self._heads.scaling)
+        weight = logits.amax(dim=2).softmax(dim=-1)  # [R, H, W, N - w]
         importance = pool_neighbours(weight.mean(dim=2), policy.kernel, "max")
         redundancy = redundant(view.key, policy.threshold)[..., before]
         score = policy.weight * importance - (1 - policy.weight) * redundancy

@@ -20,6 +20,7 @@ from beaconscope.kv.heads import HeadInfo
 from beaconscope.kv.policies.base import CacheView, Policy, PolicyState, keep_highest
 from beaconscope.kv.policies.pooling import pool_neighbours
 from beaconscope.kv.policies.recent import RecentQueriesState
+from beaconscope.kv.step import scaled_products
 
 
 class RPCState(RecentQueriesState):
@@ -46,7 +47,8 @@ class RPCState(RecentQueriesState):
     def keep(self, view: CacheView) -> Tensor:
         # The prompt is whole and all heads hold the same, so that slots tell who competes.
         start, stop = self._heads.prompt, view.size - self._policy.recent
-        weight = self._logits(view.key[:, :, start:stop]).softmax(dim=-1)  # [R, H, G, W, C]
+        logits = scaled_products(self._recent, view.key[:, :, start:stop], self._heads.scaling)
+        weight = logits.softmax(dim=-1)  # [R, H, G, W, C]
         score = pool_neighbours(weight.sum(dim=3).mean(dim=(1, 2)), self._policy.kernel, "mean")  # [R, C]
         none = torch.zeros_like(score, dtype=torch.bool)
         kept = torch.ones_like(view.positions, dtype=torch.bool)
