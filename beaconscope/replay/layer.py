@@ -9,6 +9,7 @@ from functools import cached_property
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import normalize
 
 from beaconscope.errors import BeaconScopeError
 from beaconscope.kv.entries import pick_entries
@@ -49,6 +50,11 @@ class LayerData:
     def prompt_length(self) -> int:
         """Tokens of the prompt; decoding begins at this position."""
         return sum(self.passes)
+
+    @cached_property
+    def unit_key(self) -> Tensor:
+        """Keys of norm 1, [1, H, T, D]."""
+        return normalize(self.key, dim=-1)
 
     @cached_property
     def key_norm(self) -> Tensor:

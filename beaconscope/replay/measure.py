@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.nn.functional import embedding_bag
 
 from beaconscope.errors import UsageError
 from beaconscope.replay.kept import NEVER, Kept, Lifetimes
@@ -44,6 +45,8 @@ _LEVELS = 5
 """Levels of the search for the largest weights: entries, groups of entries, groups of groups, and so on."""
 _SAFE = 50.0
 """Where the largest logit of every query is within this of 0, exponentials and their sums keep their digits."""
+_SPARSE = 0.25
+"""Share of the entries below which the values of what is kept are picked out, and not all of them masked."""
 _FEW = 8
 """Masks that are so few that a mean over query heads costs more than it saves."""
 
@@ -343,18 +346,38 @@ def _output_error(weight: Tensor, gone: _Gone, query: int, value: Tensor) -> Ten
 
     ``weight`` is its attention [G, N], ``query`` its number in the block, ``value`` [T, Dv].
     """
-    g, n = weight.shape
+    n = weight.shape[1]
     value = value[:n]
     tiny = torch.finfo(weight.dtype).tiny
-    errors = []
-    for kept in torch.split(gone.kept(query, n), max(1, _BLOCK_BYTES // (4 * g * n))):
-        # The last is the full attention, so that the values are gone through once.
-        there = weight.new_empty((len(kept) + 1, g, n))
-        torch.mul(kept[:, None], weight, out=there[:-1])
-        there[-1] = weight
-        output = (there.view(-1, n) @ value).view(len(there), g, -1) / there.sum(dim=-1, keepdim=True).clamp(min=tiny)
-        norm = output[-1].norm(dim=-1).clamp(min=tiny)  # [G]
-        error = ((output[:-1] - output[-1]).norm(dim=-1) / norm).mean(dim=1)
-        # Where nothing is gone the two are one, and what differs is rounding.
-        errors.append(error.where(kept.amin(dim=1) < 1, 0))
-    return gone.in_order(torch.cat(errors))
+    kept = gone.kept(query, n)
+    count = kept.sum(dim=1)
+    few = count < _SPARSE * n
+    output = weight.new_empty((len(kept), *weight.shape[:1], value.shape[1]))
+    output[few] = _picked(weight, kept[few], value)
+    output[~few] = _masked(weight, kept[~few], value)
+    output /= (kept @ weight.T).clamp(min=tiny).unsqueeze(-1)
+    full = weight @ value  # [G, Dv]
+    error = ((output - full).norm(dim=-1) / full.norm(dim=-1).clamp(min=tiny)).mean(dim=1)
+    # Where nothing is gone the two are one, and what differs is rounding.
+    return gone.in_order(error.where(count < n, 0))
+
+
+def _masked(weight: Tensor, kept: Tensor, value: Tensor) -> Tensor:
+    """Sums of values [n, Dv] that weights [G, n] give to what is kept, 1 or 0 [C, n]: [C, G, Dv]."""
+    g, n = weight.shape
+    parts = torch.split(kept, max(1, _BLOCK_BYTES // (4 * g * n)))
+    return torch.cat(
+        [((part[:, None] * weight).view(-1, n) @ value).view(len(part), g, value.shape[1]) for part in parts]
+    )
+
+
+def _picked(weight: Tensor, kept: Tensor, value: Tensor) -> Tensor:
+    """What :func:`_masked` gives, where little is kept: only these values are gone through."""
+    g = len(weight)
+    setting, entry = kept.nonzero(as_tuple=True)
+    # One bag of entries after the other, for each query head all settings.
+    first = torch.searchsorted(setting, torch.arange(len(kept), device=kept.device))
+    head = len(entry) * torch.arange(g, device=kept.device)[:, None]
+    share = weight.index_select(1, entry).flatten()
+    sums = embedding_bag(entry.repeat(g), value, (head + first).flatten(), mode="sum", per_sample_weights=share)
+    return sums.view(g, len(kept), value.shape[1]).transpose(0, 1)

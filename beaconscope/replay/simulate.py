@@ -53,6 +53,11 @@ class _Entries(CacheView):
         return data.entries(data.key if data.value is None else data.value, self.positions)
 
     @property
+    def unit_key(self) -> Tensor:
+        data: LayerData = self.__dict__["_data"]
+        return data.entries(data.unit_key, self.positions)
+
+    @property
     def key_norm(self) -> Tensor:
         data: LayerData = self.__dict__["_data"]
         return data.key_norm.gather(2, self.positions.clamp(min=0))

@@ -9,6 +9,7 @@ from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
+from torch.nn.functional import normalize
 
 from beaconscope.errors import UsageError
 from beaconscope.kv.heads import HeadInfo
@@ -43,6 +44,11 @@ class CacheView:
     def size(self) -> int:
         """N, the entries at hand."""
         return self.positions.shape[2]
+
+    @property
+    def unit_key(self) -> Tensor:
+        """Keys of norm 1, float32 [R, H, N, D], the caller's own."""
+        return normalize(self.key.float(), dim=-1)
 
     @property
     def key_norm(self) -> Tensor:

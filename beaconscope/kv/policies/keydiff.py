@@ -25,10 +25,10 @@ class KeyDiffState(PolicyState):
         self._shared = heads.shared
 
     def keep(self, view: CacheView) -> Tensor:
-        unit = normalize(view.key.float(), dim=-1)  # [R, H, N, D]
+        unit = view.unit_key
         mean = normalize(unit.mean(dim=2, keepdim=True), dim=-1)
         recent = view.positions > view.newest - self._policy.recent
-        return keep_highest(-(unit * mean).sum(dim=-1), recent, self._policy.budget, self._shared)
+        return keep_highest(-unit.mul_(mean).sum(dim=-1), recent, self._policy.budget, self._shared)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn.functional import normalize, pad
+from torch.nn.functional import pad
 
 from beaconscope.errors import UsageError
 from beaconscope.kv.heads import HeadInfo
@@ -42,17 +42,16 @@ class RKVState(RecentQueriesState):
         logits = scaled_products(self._recent, view.key[:, :, before], self._heads.scaling)
         weight = logits.amax(dim=2).softmax(dim=-1)  # [R, H, W, N - w]
         importance = pool_neighbours(weight.mean(dim=2), policy.kernel, "max")
-        redundancy = redundant(view.key, policy.threshold)[..., before]
+        redundancy = redundant(view.unit_key, policy.threshold)[..., before]
         score = policy.weight * importance - (1 - policy.weight) * redundancy
         recent = view.positions > view.newest - policy.window
         return keep_highest(pad(score, (0, window)), recent, policy.budget, self._heads.shared)
 
 
-def redundant(key: Tensor, threshold: float) -> Tensor:
-    """How redundant each key is, [R, H, N], from keys [R, H, N, D], oldest first; sums to one."""
-    unit = normalize(key.float(), dim=-1)
+def redundant(unit: Tensor, threshold: float) -> Tensor:
+    """How redundant each key is, [R, H, N], from keys of norm 1 [R, H, N, D], oldest first; sums to one."""
     r, h, n, _ = unit.shape
-    column = torch.arange(n, device=key.device)
+    column = torch.arange(n, device=unit.device)
     total = unit.new_zeros((r, h, n))
     size = max(1, _BLOCK_BYTES // (4 * r * h * n))
     for start in range(0, n, size):
