@@ -13,6 +13,7 @@ one by one and the death of a worker is known.
 from __future__ import annotations
 
 import socket
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from typing import Any, Literal, TypeVar, get_args
@@ -107,6 +108,8 @@ def _processes(tasks: Mapping[str, Callable[[], T]], workers: int) -> Iterator[t
             del waiting[name]
             yield name, result
 
+    # A worker that has grown by some 300 MB makes way for a fresh one; nobody has to do anything about that.
+    warnings.filterwarnings("ignore", "A worker stopped while some jobs were given", UserWarning)
     waiting = dict(tasks)
     deaths = dict.fromkeys(tasks, 0)
     while waiting:

@@ -91,6 +91,20 @@ def _address(where, workers):
     return address
 
 
+def test_a_worker_that_grows_is_replaced_without_a_word(tmp_path):
+    # In a process of its own: the warning comes from a thread.
+    code = (
+        "from beaconscope import engines; from tests.growing import Grow\n"
+        "tasks = {str(number): Grow(number) for number in range(7)}\n"
+        "found = dict(engines.run_tasks(tasks, workers=2)); print(len(found), len(set(found.values())))"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    done, workers = map(int, ended.stdout.split())
+    assert done == 7
+    assert workers > 2
+    assert ended.stderr == ""
+
+
 def test_dask_workers_in_other_processes_find_what_one_process_finds(dask_cluster, jobs, alone, tmp_path):
     # WHEN one of the two workers dies on the way
     died = tmp_path / "died"
