@@ -46,7 +46,7 @@ _LEVELS = 5
 _SAFE = 50.0
 """Where the largest logit of every query is within this of 0, exponentials and their sums keep their digits."""
 _SPARSE = 0.25
-"""Share of the entries below which the values of what is kept are picked out, and not all of them masked."""
+"""Share of the entries below which the values of what a setting keeps are picked out, and not all of them masked."""
 _FEW = 8
 """Masks that are so few that a mean over query heads costs more than it saves."""
 
@@ -350,34 +350,27 @@ def _output_error(weight: Tensor, gone: _Gone, query: int, value: Tensor) -> Ten
     value = value[:n]
     tiny = torch.finfo(weight.dtype).tiny
     kept = gone.kept(query, n)
-    count = kept.sum(dim=1)
-    few = count < _SPARSE * n
-    output = weight.new_empty((len(kept), *weight.shape[:1], value.shape[1]))
-    output[few] = _picked(weight, kept[few], value)
-    output[~few] = _masked(weight, kept[~few], value)
+    parts = torch.split(kept, max(1, _BLOCK_BYTES // (4 * weight.numel())))
+    output = torch.cat([_given(weight, part, value) for part in parts])
     output /= (kept @ weight.T).clamp(min=tiny).unsqueeze(-1)
     full = weight @ value  # [G, Dv]
     error = ((output - full).norm(dim=-1) / full.norm(dim=-1).clamp(min=tiny)).mean(dim=1)
     # Where nothing is gone the two are one, and what differs is rounding.
-    return gone.in_order(error.where(count < n, 0))
+    return gone.in_order(error.where(kept.amin(dim=1) < 1, 0))
 
 
-def _masked(weight: Tensor, kept: Tensor, value: Tensor) -> Tensor:
+def _given(weight: Tensor, kept: Tensor, value: Tensor) -> Tensor:
     """Sums of values [n, Dv] that weights [G, n] give to what is kept, 1 or 0 [C, n]: [C, G, Dv]."""
     g, n = weight.shape
-    parts = torch.split(kept, max(1, _BLOCK_BYTES // (4 * g * n)))
-    return torch.cat(
-        [((part[:, None] * weight).view(-1, n) @ value).view(len(part), g, value.shape[1]) for part in parts]
-    )
-
-
-def _picked(weight: Tensor, kept: Tensor, value: Tensor) -> Tensor:
-    """What :func:`_masked` gives, where little is kept: only these values are gone through."""
-    g = len(weight)
-    setting, entry = kept.nonzero(as_tuple=True)
-    # One bag of entries after the other, for each query head all settings.
-    first = torch.searchsorted(setting, torch.arange(len(kept), device=kept.device))
+    few = kept.sum(dim=1) < _SPARSE * n
+    output = weight.new_empty((len(kept), g, value.shape[1]))
+    masked = kept[~few, None] * weight
+    output[~few] = (masked.view(-1, n) @ value).view(len(masked), *output.shape[1:])
+    # Of settings that keep little only that: a bag of entries for each of them, once for every query head.
+    setting, entry = kept[few].nonzero(as_tuple=True)
+    first = torch.searchsorted(setting, torch.arange(int(few.sum()), device=kept.device))
     head = len(entry) * torch.arange(g, device=kept.device)[:, None]
     share = weight.index_select(1, entry).flatten()
     sums = embedding_bag(entry.repeat(g), value, (head + first).flatten(), mode="sum", per_sample_weights=share)
-    return sums.view(g, len(kept), value.shape[1]).transpose(0, 1)
+    output[few] = sums.view(g, len(first), value.shape[1]).transpose(0, 1)
+    return output

@@ -62,8 +62,8 @@ class SharedRows:
 
     def due(self, newest: int) -> list[tuple[int, Held]]:
         """The settings that compress at a position: how many queries they ask, and what they hold."""
-        # One that has compressed here already, and could do without, is at a later position by now.
-        return [each for each in self._members if each[1].newest == newest]
+        # One that has compressed here already, and could do without, holds nothing that is new, or is farther on.
+        return [each for each in self._members if each[1].newest == newest and each[1].fresh]
 
     def known(self, newest: int) -> bool:
         """Whether the rows of the queries asked at a position are known."""

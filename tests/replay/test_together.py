@@ -9,7 +9,7 @@ import torch
 
 from beaconscope import BeaconKV, RandomEviction, StreamingLLM
 from beaconscope.kv.policies import ExpectedAttention, KeyDiff, Knorm, SnapKV
-from beaconscope.replay.simulate import drive, simulate
+from beaconscope.replay.simulate import drive, schedule, simulate
 from tests.replay.made import made_layer
 
 BEACONS = [
@@ -65,3 +65,10 @@ def test_a_setting_with_few_queries_that_needs_no_shared_products_goes_ahead():
     data = made_layer(150, group=1)
     few = [BeaconKV(budget=budget, interval=8, beacons=0, recent=2) for budget in (20, 28)]
     check([*few, SnapKV(budget=20, interval=8, window=9), SnapKV(budget=28, interval=8, window=9)], data)
+
+
+def test_a_setting_with_few_queries_may_be_done_before_others_look_at_the_last_position():
+    few = BeaconKV(budget=20, interval=8, beacons=0, recent=2)
+    many = [BeaconKV(budget=20, interval=8, beacons=8, recent=recent) for recent in (8, 9, 10)]
+    last = schedule(few, made_layer(150, group=1))[-1]
+    check([few, *many], made_layer(last + 1, group=1))
