@@ -32,7 +32,7 @@ MAY_IMPORT = {
     "cli": FOUNDATION | STAGES | {"reasoner"},
 }
 # What the live cache and the replay share, so it may look at neither a cache nor a model.
-POLICIES_MAY_IMPORT = {"kv.policies", "kv.beacons", "kv.heads", "kv.kinds", "kv.rotary", "kv.step"}
+POLICIES_MAY_IMPORT = {"kv.policies", "kv.beacons", "kv.heads", "kv.kinds", "kv.rotary", "kv.softmax", "kv.step"}
 
 
 def imported_modules(source: Path) -> set[str]:
