@@ -19,6 +19,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -32,7 +33,8 @@ import torch
 from beaconscope import load_trace
 from beaconscope.kv.policies import BeaconKV, ExpectedAttention, KeyDiff, Knorm, Policy, RandomEviction, SnapKV
 from beaconscope.kv.rotary import Rotary
-from beaconscope.replay import LayerData, MeasureOptions, make_jobs, measure_head, simulate, sweep
+from beaconscope.replay import LayerData, MeasureOptions, make_jobs, measure_head, sweep
+from beaconscope.replay.simulate import timed_simulation
 from beaconscope.trace import HeadBlock, Journal, LayerLayout, TokenBlock, TraceLayout, estimate_bytes
 from benchmarks.growth import exponent
 
@@ -108,12 +110,16 @@ def seconds(work: Callable[[], object]) -> float:
     return time.process_time() - started
 
 
-def replay(layers: list[LayerData], settings: list[Policy]) -> tuple[float, float]:
-    """Seconds to simulate the settings and to measure them."""
+def replay(layers: list[LayerData], settings: list[Policy], parts: Counter[str] | None = None) -> tuple[float, float]:
+    """Seconds to simulate the settings and to measure them; ``parts`` gets those to simulate each policy."""
     simulating = measuring = 0.0
     for data in layers:
-        kept: list = []
-        simulating += seconds(lambda data=data, kept=kept: kept.extend(simulate(settings, data)))
+        started = time.process_time()
+        kept, took = timed_simulation(settings, data)
+        simulating += time.process_time() - started
+        for policy, each in zip(settings, took, strict=True):
+            if parts is not None:
+                parts[policy.name] += each
         none = np.zeros(data.length, np.bool_)
         for head in range(HEADS):
             measuring += seconds(
@@ -210,9 +216,12 @@ def run_costs(length: int, shape: Shape) -> None:
     print(f"bare product q k       {product:8.2f} s")
     totals = []
     for name, settings in (("1 setting", one), (f"{len(many)} settings", many)):
-        simulating, measuring = replay(layers, settings)
+        parts: Counter[str] = Counter()
+        simulating, measuring = replay(layers, settings, parts)
         totals.append(simulating + measuring)
         print(f"{name:<22} {totals[-1]:8.2f} s = simulating {simulating:.2f} + measuring {measuring:.2f}", flush=True)
+        if settings is many:
+            print(f"  simulating, by policy: {', '.join(f'{name} {took:.1f}' for name, took in parts.most_common())}")
         if settings is one:
             print(f"measuring / product    {measuring / product:8.2f}")
     print(f"{len(many)} settings / 1         {totals[1] / totals[0]:8.2f}\n", flush=True)

@@ -37,35 +37,34 @@ from beaconscope.replay.observed import LEAST_ROWS, Observed, SharedRows
 class _Entries(CacheView):
     """The view of a compression, whose keys and values are gathered when somebody looks at them."""
 
+    _data: LayerData
+    _shared: Mapping[Observers, SharedRows]
+
     def __init__(
         self, data: LayerData, held: Tensor, newest: int, shared: Mapping[Observers, SharedRows] | None = None
     ) -> None:
+        # Not what a frozen dataclass is made for: its fields key and value are properties here.
         self.__dict__.update(_data=data, positions=held, newest=newest, _shared=shared or {})
 
     @property
     def key(self) -> Tensor:
-        data: LayerData = self.__dict__["_data"]
-        return data.entries(data.key, self.positions)
+        return self._data.entries(self._data.key, self.positions)
 
     @property
     def value(self) -> Tensor:
-        data: LayerData = self.__dict__["_data"]
-        return data.entries(data.key if data.value is None else data.value, self.positions)
+        return self._data.entries(self._data.key if self._data.value is None else self._data.value, self.positions)
 
     @property
     def unit_key(self) -> Tensor:
-        data: LayerData = self.__dict__["_data"]
-        return data.entries(data.unit_key, self.positions)
+        return self._data.entries(self._data.unit_key, self.positions)
 
     @property
     def key_norm(self) -> Tensor:
-        data: LayerData = self.__dict__["_data"]
-        return data.key_norm.gather(2, self.positions.clamp(min=0))
+        return self._data.key_norm.gather(2, self.positions.clamp(min=0))
 
     @property
     def value_norm(self) -> Tensor:
-        data: LayerData = self.__dict__["_data"]
-        return data.value_norm.gather(2, self.positions.clamp(min=0))
+        return self._data.value_norm.gather(2, self.positions.clamp(min=0))
 
     def logits(self, scaling: float, *asked: tuple[Tensor, Observers | None]) -> Tensor:
         return self._looked_up(SharedRows.logits, super().logits, scaling, asked)
@@ -81,12 +80,11 @@ class _Entries(CacheView):
         asked: Sequence[tuple[Tensor, Observers | None]],
     ) -> Tensor:
         """Rows of what is asked, looked up where they are shared and worked out where not, [1, H, G, Q, N]."""
-        shared: Mapping[Observers, SharedRows] = self.__dict__["_shared"]
         counts = [query.shape[3] for query, _ in asked]
         group = asked[0][0].shape[2]
         if min(counts) * group < LEAST_ROWS:
             return work_out(scaling, *asked)
-        known = [shared.get(observers) if observers is not None else None for _, observers in asked]
+        known = [None if observers is None else self._shared.get(observers) for _, observers in asked]
         known = [each if each is not None and each.known(self.newest) else None for each in known]
         column = next((each.columns(self.positions) for each in known if each is not None), None)
         if column is None:
