@@ -2,7 +2,8 @@
 
 from beaconscope.models.compat import cache_argument
 from beaconscope.models.load import LoadedModel, LoadOptions, is_bundled, load_model
-from beaconscope.models.tap import LayerInfo, TappedModel, tap
+from beaconscope.models.probe import LayerInfo, not_finite
+from beaconscope.models.tap import TappedModel, tap
 from beaconscope.models.tokens import token_bytes
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
     "cache_argument",
     "is_bundled",
     "load_model",
+    "not_finite",
     "tap",
     "token_bytes",
 ]

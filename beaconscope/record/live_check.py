@@ -162,15 +162,17 @@ class _Runs:
             self._markers = str(options["think_open"]), str(options["think_close"])
         except (KeyError, TypeError, ValueError) as error:
             raise BeaconScopeError(f"{trace.path} does not say how it was generated; record it again") from error
-        context = getattr(tapped.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-        self._limit = limit if context is None else min(limit, context - len(prompt))
+        # As far as the model can go, as in the recording.
+        ends = [end for end in (tapped.context, tapped.rotary_limit) if end is not None]
+        self._limit = min([limit, *(end - len(prompt) for end in ends)])
+        self._max_length = len(prompt) + max(generated, self._limit)
         self._total = len(policies) * (generated + self._limit)
         self._done = 0
         self._progress = progress
 
     def _cache(self, policy: Policy) -> CompressedCache:
         kinds = kinds_of_tokens(self._tapped.model, self._tokenizer) if policy.needs_kinds else None
-        return CompressedCache(self._tapped, policy, token_kinds=kinds)
+        return CompressedCache(self._tapped, policy, token_kinds=kinds, max_length=self._max_length)
 
     def _fed(self, tokens: int) -> None:
         self._done += tokens

@@ -197,7 +197,9 @@ class _Job:
         try:
             with ExitStack() as stack:
                 journals = [
-                    stack.enter_context(Journal.create(output, plan.layout, self._metadata(text), force=force))
+                    stack.enter_context(
+                        Journal.create(output, plan.layout, self._metadata(text, plan.max_length), force=force)
+                    )
                     for text, output in zip(texts, outputs, strict=True)
                 ]
                 run = _Run(self._tapped, self.options, texts, forced, plan, journals, self._tokenizer, self._progress)
@@ -256,10 +258,10 @@ class _Job:
             remedy = f"; a --budget of at most {most} would have." if most > policy.protected else "."
             self._say(prompts, text + remedy)
 
-    def _metadata(self, text: _Text) -> dict[str, Any]:
+    def _metadata(self, text: _Text, max_length: int) -> dict[str, Any]:
         model = self._tapped.model
         options = self.options
-        rotary, attention = _layer_facts(self._tapped)
+        rotary, attention = _layer_facts(self._tapped, max_length)
         return {
             "model": {
                 "id": self._model_id,
@@ -301,8 +303,11 @@ def _left(outputs: Sequence[Path]) -> str:
     return f"what was recorded is safe: run {' and '.join(left)}" if left else ""
 
 
-def _layer_facts(tapped: TappedModel) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Rotary embeddings, each kind once, and the further facts of each layer's attention that replay needs."""
+def _layer_facts(tapped: TappedModel, max_length: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the rotary embeddings, each kind once, and the facts of each layer's attention that replay needs.
+
+    A text of at most ``max_length`` tokens says which sliding layers see everything, so that a cache compresses them.
+    """
     kinds: list[dict[str, Any]] = []
     of_layer: dict[str, int | None] = {}
     attention: dict[str, Any] = {}
@@ -316,6 +321,7 @@ def _layer_facts(tapped: TappedModel) -> tuple[dict[str, Any], dict[str, Any]]:
             "softcap": info.softcap,
             "sink_logit": None if info.sink_logit is None else info.sink_logit.float().tolist(),
             "window": info.window,
+            "compressible": not info.is_bounded(max_length),
             "kv_heads": info.kv_heads,
         }
     return {"kinds": kinds, "layers": of_layer}, attention
@@ -343,7 +349,9 @@ class _Run:
         self._progress = progress
         self._recorder = Recorder(plan.layout, options.sink_positions, options.local_window, self._write_heads)
         kinds = kinds_of_tokens(tapped.model, tokenizer) if options.policy.needs_kinds else None
-        self.cache = CompressedCache(tapped, options.policy, observer=self._recorder, token_kinds=kinds)
+        self.cache = CompressedCache(
+            tapped, options.policy, observer=self._recorder, token_kinds=kinds, max_length=plan.max_length
+        )
         self.generation = Generation(
             tapped.model,
             self.cache,
