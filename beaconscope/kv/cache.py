@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import warnings
 import weakref
@@ -67,6 +68,12 @@ class CompressedCache(TappedCache):
                 f"{policy.name} has to know special tokens and punctuation; give the cache token_kinds"
             )
         tapped = model if isinstance(model, TappedModel) else tap(model)
+        asked = getattr(tapped.model.generation_config, "cache_implementation", None)
+        if asked not in (None, "hybrid"):  # which transformers itself passes over
+            raise BeaconScopeError(
+                f"the model's generation_config asks for a cache of its own ({asked}), which cannot be compressed; set "
+                "model.generation_config.cache_implementation = None"
+            )
         if policy.ragged and tapped.backend == "flash_attention_2":
             raise BeaconScopeError(
                 f"flash_attention_2 cannot attend to heads that keep different numbers, as those of {policy.name} do; "
@@ -88,7 +95,9 @@ class CompressedCache(TappedCache):
         self._kinds: Tensor | None = None  # of the tokens being fed, [B, T]
         self._prompt: int | None = None  # columns of the prompt, where somebody told
         self._asked = False  # for its length, since the last pass
+        self._last_fed: Tensor | None = None  # ids of the last pass, [B, T]
         super().__init__(layers=self._new_layers())
+        self._model = weakref.ref(tapped.model)
         watch(tapped.model, self)
 
     def _check_layers(self, name: str, max_length: int | None) -> None:
@@ -189,7 +198,7 @@ class CompressedCache(TappedCache):
 
     def fed(self, tokens: Tensor | None) -> None:
         """See :class:`~beaconscope.models.hooks.TappedCache`."""
-        self._asked = False
+        self._asked, self._last_fed = False, tokens
         if self._token_kinds is not None and tokens is not None:
             self._token_kinds = self._token_kinds.to(tokens.device)
             self._kinds = self._token_kinds[tokens]
@@ -202,9 +211,13 @@ class CompressedCache(TappedCache):
         Where its rotary frequencies change, ``generate`` of some models drops the cache that it was given, and goes on
         with one of its own.
         """
-        limit = self._rotary_limit
-        if limit is not None and self._asked and tokens.shape[1] > limit >= self.get_seq_length():
-            self._asked = False
+        asked, self._asked = self._asked, False
+        limit, seen = self._rotary_limit, super().get_seq_length()
+        if limit is None or not asked or not seen <= limit < tokens.shape[1]:
+            return
+        # It was asked for its length and then left out, though the text is the one that it holds, or it holds none.
+        last = self._last_fed
+        if not seen or (last is not None and torch.equal(tokens[:, seen - last.shape[1] : seen], last)):
             raise BeaconScopeError(_past_switch(limit))
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -250,11 +263,11 @@ class CompressedCache(TappedCache):
         if not layer.lanes:
             if not self._rows:
                 self._rows = _rows_by_length(call, query.shape[0], tokens)
+            self._check_length(call.layer, max(tokens - rows.padding for rows in self._rows))
             if layer is self.compressed_layers[0]:
                 self._check_padding(mask, tokens, query.shape[0])
             heads = self._heads(call.layer, key, query.device)
             layer.begin(self._rows, replace(heads, prompt=self._prompt or tokens))
-            self._check_length(call.layer, max(tokens - rows.padding for rows in self._rows))
             return mask
         self._check_length(call.layer, max(lane.seen for lane in layer.lanes) + tokens)
         if layer is self.compressed_layers[0]:
@@ -406,13 +419,29 @@ class CompressedCache(TappedCache):
         """Forget everything, for another generation."""
         self._rows = []
         self._called = None
-        self._kinds = self._prompt = None
+        self._kinds = self._prompt = self._last_fed = None
+        self._asked = False
         self.layers = self._new_layers()
 
     @property
     def is_croppable(self) -> bool:
         """Whether a rollback is possible: never."""
         return False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CompressedCache:
+        twin = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        model = self._model()
+        if model is not None:
+            watch(model, twin)
+        return twin
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise BeaconScopeError(
+            "a compressed cache belongs to a model of its process and cannot be pickled or saved; make one where it is "
+            "needed (copy.deepcopy works)"
+        )
 
 
 class BeaconCache(CompressedCache):
