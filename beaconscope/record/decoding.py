@@ -141,18 +141,20 @@ class Decoding:
 
 @dataclass(frozen=True)
 class Text:
-    """What the processors of one sequence need to know of it."""
+    """What the processors of one sequence depend on."""
 
     prompt: Sequence[int]
     """Its token ids, without padding."""
     limit: int
     """New tokens at most."""
     ends: tuple[int, ...]
-    """Ids that end it."""
+    """Ids of the tokens that end it."""
 
 
 def logits_rules(decoding: Decoding, text: Text, device: torch.device) -> list[LogitsProcessor]:
-    """Return the processors that read the ids of one sequence, its own and nothing else.
+    """Return the processors of one sequence that change its logits whether decoding is greedy or not.
+
+    Most of them read the ids of the sequence, prompt and new tokens, without padding.
 
     Raises
     ------
@@ -190,14 +192,14 @@ def logits_rules(decoding: Decoding, text: Text, device: torch.device) -> list[L
     }
     on = decoding.rules()
     if not ends:
-        # They are about the tokens that end a text, and here there are none.
+        # These change the scores of the tokens that end a text, and there are none.
         for name in ("min_length", "min_new_tokens", "exponential_decay_length_penalty"):
             on.pop(name, None)
     return _listed([partial(make, on[name]) for name, make in made.items() if name in on])
 
 
 def logits_warpers(decoding: Decoding, device: torch.device) -> list[LogitsProcessor]:
-    """Return the processors that come after the rules and read the logits only.
+    """Return the processors that come after the rules. They read the logits only, so that a batch can share them.
 
     Raises
     ------

@@ -13,7 +13,7 @@ from beaconscope.errors import BeaconScopeError
 from beaconscope.record.decoding import Decoding, Text, logits_rules, logits_warpers
 
 _BLOCK = 256
-"""Columns that are added at a time to where ids are kept."""
+"""Columns by which the buffer of ids grows, at least."""
 
 
 class Draw:
@@ -24,11 +24,11 @@ class Draw:
     Parameters
     ----------
     decoding
-        The settings.
+        The settings in force.
     texts
-        One for each row.
+        The text of each row, B in all.
     device
-        Of the logits.
+        Device of the logits.
 
     Raises
     ------
@@ -67,7 +67,7 @@ class Draw:
         return token
 
     def _ruled(self, logits: Tensor) -> Tensor:
-        """Apply the rules, row by row."""
+        """Return the scores [B, V] after the rules of each row, which read the ids of that row."""
         rows = zip(self._rules, self._starts, range(len(logits)), strict=True)
         scores = torch.cat(
             [
@@ -82,7 +82,7 @@ class Draw:
         return scores
 
     def _keep(self, token: Tensor) -> None:
-        """Add tokens [B] to the ids of the rows."""
+        """Append tokens [B] to the ids of the rows."""
         if self._columns == self._ids.shape[1]:
             grown = max(_BLOCK, self._columns // 2)
             self._ids = torch.cat([self._ids, self._ids.new_zeros(len(token), grown)], dim=1)
@@ -115,7 +115,7 @@ class Draw:
 
 
 def _applied(processors: Sequence[LogitsProcessor], scores: Tensor, ids: Tensor | None = None) -> Tensor:
-    """Scores [B, V] after all processors; ``ids`` [B, T] are for those that read them."""
+    """Return the scores [B, V] after all processors; only rules read ``ids`` [B, T]."""
     given: Any = ids
     for processor in processors:
         scores = processor(given, scores)

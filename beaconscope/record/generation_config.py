@@ -41,7 +41,7 @@ _SHOWN = 40
 
 
 def resolve_decoding(model: PreTrainedModel, sampling: Sampling) -> tuple[Decoding, list[str]]:
-    """Put together what the user gives and what the model's generation config sets.
+    """Combine what the user gives with what the model's generation config sets.
 
     The model's rules for logits hold as in ``generate(do_sample=False)``; its sampling only where it is asked for.
 
@@ -82,7 +82,7 @@ def resolve_decoding(model: PreTrainedModel, sampling: Sampling) -> tuple[Decodi
 
 
 def _plain(settings: dict[str, Any]) -> dict[str, Any]:
-    """Lists in place of tuples and mappings, as JSON holds them."""
+    """Replace tuples, sets and mappings by lists, which JSON can hold."""
     bias = settings.get("sequence_bias")
     pairs = bias.items() if isinstance(bias, Mapping) else bias or ()
     plain = {name: list(value) if isinstance(value, tuple | set) else value for name, value in settings.items()}
@@ -121,7 +121,7 @@ def check_decoding(decoding: Decoding, model: PreTrainedModel) -> None:
 
 
 def _on_sampling(sampling: Sampling, own: Mapping[str, Any], samples: bool) -> Iterator[str]:
-    """Say what of the model's sampling is not in force."""
+    """Yield a note on what the model's sampling is, where it is not in force."""
     default = Decoding()
     if sampling.model_sampling:
         if not samples and sampling.temperature is None:
@@ -143,7 +143,7 @@ def _on_sampling(sampling: Sampling, own: Mapping[str, Any], samples: bool) -> I
 
 
 def _on_the_rest(config: GenerationConfig) -> Iterator[str]:
-    """Name the settings that cannot be applied."""
+    """Yield a note that names the settings that cannot be applied."""
     known = {*SAMPLING, *RULES, *_WITHOUT_EFFECT}
     left = {
         name: value
@@ -156,7 +156,7 @@ def _on_the_rest(config: GenerationConfig) -> Iterator[str]:
 
 
 def _shown(settings: Mapping[str, Any]) -> str:
-    """Settings with their values, in one line."""
+    """Return settings with their values in one line."""
     shown = []
     for name, value in settings.items():
         text = " ".join(repr(value).split())

@@ -93,7 +93,7 @@ def refuse_given(sampling: Sampling) -> None:
 
 
 def _named(names: list[str]) -> str:
-    """Settings as the subject of a sentence."""
+    """Return the settings as the subject of a sentence."""
     return ", ".join(name.replace("_", "-") for name in names) + (" has" if len(names) == 1 else " have")
 
 

@@ -227,6 +227,12 @@ class _Job:
             if not left:
                 raise
             raise KeyboardInterrupt(f"stopped before the trace was written; {left}") from None
+        except BeaconScopeError as error:
+            left = _left(outputs)
+            # An error of the journal says it already.
+            if not left or "recover" in str(error):
+                raise
+            raise type(error)(f"{error}; {left}") from error
         except (MemoryError, RuntimeError) as error:
             left = _left(outputs)
             if not left or not no_memory(error):

@@ -48,7 +48,7 @@ _OLD_DEFAULTS: Mapping[str, Any] = {
     "repetition_penalty": 1.0,
     "seed": 0,
 }
-"""Of the same in a trace of version 0.1."""
+"""Defaults of the same settings in traces of version 0.1."""
 _TEXTS = ("system", "think_open", "think_close")
 
 

@@ -17,6 +17,7 @@ from beaconscope import (
     Sampling,
     UsageError,
     load_trace,
+    recover,
 )
 from beaconscope.record import check_live, record, record_prompts
 from beaconscope.record.decoding import Decoding
@@ -365,8 +366,11 @@ def test_rules_that_leave_no_token_are_refused_and_not_guessed(drawn, tmp_path):
     others = [token for token in range(264) if token not in left]
     model = configured(no_repeat_ngram_size=1, suppress_tokens=others)
     says = r"after 5 new tokens, .*\(no_repeat_ngram_size, suppress_tokens\) leave no token to choose"
-    with pytest.raises(BeaconScopeError, match=says):
+    with pytest.raises(BeaconScopeError, match=says) as error:
         recorded(model, tmp_path, sampling=drawn)
+    # What came before is safe, and the message says where.
+    assert f"run `beaconscope recover {tmp_path / 't.parquet'}`" in str(error.value)
+    assert recover(tmp_path / "t.parquet").exists()
     # A text that ends before is whole.
     model.generation_config.eos_token_id = left
     assert len(recorded(model, tmp_path, sampling=drawn, name="ends")) == 1
