@@ -95,12 +95,60 @@ def record(
     max_new_tokens: Annotated[
         int, typer.Option("--max-new-tokens", "-n", help="Stop after this many.", rich_help_panel=GENERATION)
     ] = 1024,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.", rich_help_panel=GENERATION)] = 0.0,
-    top_k: Annotated[int, typer.Option(help="0 is off.", rich_help_panel=GENERATION)] = 0,
-    top_p: Annotated[float, typer.Option(help="1 is off.", rich_help_panel=GENERATION)] = 1.0,
-    min_p: Annotated[float, typer.Option(help="0 is off.", rich_help_panel=GENERATION)] = 0.0,
-    repetition_penalty: Annotated[float, typer.Option(help="1 is off.", rich_help_panel=GENERATION)] = 1.0,
-    seed: Annotated[int, typer.Option(help="Of sampling, and of a policy that draws.", rich_help_panel=GENERATION)] = 0,
+    temperature: Annotated[
+        float | None,
+        typer.Option(
+            help="Sample at this temperature; 0 is greedy decoding.", show_default="0", rich_help_panel=GENERATION
+        ),
+    ] = None,
+    top_k: Annotated[
+        int | None,
+        typer.Option(
+            help="Sample from this many of the most likely tokens; 0 is off.",
+            show_default="0",
+            rich_help_panel=GENERATION,
+        ),
+    ] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option(
+            help="Sample from the most likely tokens that together have this probability; 1 is off.",
+            show_default="1",
+            rich_help_panel=GENERATION,
+        ),
+    ] = None,
+    min_p: Annotated[
+        float | None,
+        typer.Option(
+            help="Sample from tokens with at least this fraction of the highest probability; 0 is off.",
+            show_default="0",
+            rich_help_panel=GENERATION,
+        ),
+    ] = None,
+    model_sampling: Annotated[
+        bool,
+        typer.Option(
+            "--model-sampling",
+            help="Sample as the model's generation config recommends; the options above replace its values.",
+            rich_help_panel=GENERATION,
+        ),
+    ] = False,
+    repetition_penalty: Annotated[
+        float | None,
+        typer.Option(
+            help="Lower the scores of tokens that occurred, also in greedy decoding; 1 is off.",
+            show_default="the model's",
+            rich_help_panel=GENERATION,
+        ),
+    ] = None,
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            help="Random seed of sampling, and of a cache policy that draws.",
+            show_default="0",
+            rich_help_panel=GENERATION,
+        ),
+    ] = None,
     prefill_chunk: Annotated[
         int | None,
         typer.Option(
@@ -228,6 +276,7 @@ def record(
     from beaconscope.record import RecordOptions, Sampling, record_with_workers
     from beaconscope.record import record as run
     from beaconscope.record import record_prompts as run_many
+    from beaconscope.record.options import refuse_given
     from beaconscope.record.prompts import read_prompts, read_text
     from beaconscope.record.traces import find_unfinished
     from beaconscope.trace import check_no_journal
@@ -246,12 +295,13 @@ def record(
         "pool_low": pool_low,
         "pool_high": pool_high,
     }
-    policy, shadow = _policies(cache, {name: value for name, value in given.items() if value is not None}, seed)
+    policy, shadow = _policies(cache, {name: value for name, value in given.items() if value is not None}, seed or 0)
+    sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed, model_sampling)
     options = RecordOptions(
         policy=policy,
         shadow=shadow,
         max_new_tokens=max_new_tokens,
-        sampling=Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed),
+        sampling=sampling,
         system=system,
         raw=raw,
         completion=None if completion is None else read_text(completion, "completion"),
@@ -274,6 +324,8 @@ def record(
     else:
         assert prompts is not None
         many = read_prompts(prompts)
+        if all(each.completion is not None for each in many):
+            refuse_given(sampling)
         path = out.traces_folder(output, prompts)
         places, unfinished = find_unfinished(many, path, force=force, note=None)
         if not unfinished:

@@ -2,8 +2,8 @@
 
 1. *Teacher-forced*: the same tokens are fed through the full cache and through each setting, block by block, and the
    two distributions of the next token are compared where they stand, so that no more than a block of them is held.
-2. *Free-running*: each setting, and the full cache, writes on from the prompt with the sampling options and the seed of
-   the recording.
+2. *Free-running*: each setting, and the full cache, writes on from the prompt with the generation settings and the seed
+   of the recording, those that came from the model included.
 
 The full cache is what the others are held against, not the recording: that may have been made with another cache.
 """
@@ -26,8 +26,9 @@ from beaconscope.kv.cache import CompressedCache
 from beaconscope.kv.policies import Full, Policy
 from beaconscope.models import TappedModel, cache_argument, tap, token_bytes
 from beaconscope.progress import Progress
+from beaconscope.record.decoding import Decoding
 from beaconscope.record.generate import Generation
-from beaconscope.record.options import Sampling
+from beaconscope.record.generation_config import check_decoding
 from beaconscope.record.vocabulary import end_tokens, kinds_of_tokens
 from beaconscope.trace import Trace, split_phases
 from beaconscope.trace.facts import prefill_passes
@@ -157,7 +158,8 @@ class _Runs:
         try:
             # A chain of thought that was given says nothing of how long the model's own may be.
             limit = generated if options["teacher_forced"] else int(options["max_new_tokens"])
-            self._sampling = Sampling(**options["sampling"])
+            self._decoding = Decoding.of_trace(options)
+            check_decoding(self._decoding, tapped.model)
             self._chunk = None if options["prefill_chunk"] is None else max(1, int(options["prefill_chunk"]))
             self._markers = str(options["think_open"]), str(options["think_close"])
         except (KeyError, TypeError, ValueError) as error:
@@ -206,7 +208,7 @@ class _Runs:
             self._tapped.model,
             self._cache(policy),
             [self._prompt],
-            self._sampling,
+            self._decoding,
             [self._limit],
             end_tokens(self._tapped.model, self._tokenizer),
         )

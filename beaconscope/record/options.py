@@ -14,40 +14,87 @@ MOST = (1 << 31) - 1
 """No number of tokens is larger; a seed may not be."""
 
 
+_OFF = {"top_k": 0, "top_p": 1, "min_p": 0}
+"""Settings that only sampling uses, with the value that switches each off."""
+
+
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is drawn. ``temperature`` 0 is greedy, and then the rest has no effect.
+    """How the next token is chosen. What is None is left to a default.
+
+    Decoding is greedy unless a temperature above 0 is given or ``model_sampling`` finds that the model recommends
+    sampling. The rules for logits in the model's generation config, such as ``no_repeat_ngram_size`` or
+    ``suppress_tokens``, hold in any case, as in transformers' ``generate``.
 
     Raises
     ------
     UsageError
-        For a value out of its range.
+        For a value out of its range, or a setting that has no effect because decoding is greedy.
     """
 
-    temperature: float = 0.0
-    top_k: int = 0
-    """Draw from so many of the likeliest tokens; 0 is off."""
-    top_p: float = 1.0
-    """Draw from the likeliest tokens that have this probability together; 1 is off."""
-    min_p: float = 0.0
-    """Draw from the tokens with at least this share of the likeliest one's probability; 0 is off."""
-    repetition_penalty: float = 1.0
-    """Lowers the score of tokens that occurred already; 1 is off."""
-    seed: int = 0
+    temperature: float | None = None
+    """Divides the logits; 0 is greedy."""
+    top_k: int | None = None
+    """Draw from this many of the most likely tokens; 0 is off, and the default."""
+    top_p: float | None = None
+    """Draw from the most likely tokens that together have this probability; 1 is off, and the default."""
+    min_p: float | None = None
+    """Draw from the tokens with at least this fraction of the highest probability; 0 is off, and the default."""
+    repetition_penalty: float | None = None
+    """Lowers the scores of tokens that occurred already; 1 is off. The default is the model's own."""
+    seed: int | None = None
+    """Random seed; the default is 0."""
+    model_sampling: bool = False
+    """Sample as the model's generation config recommends; what is given here replaces the model's value."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < math.inf:
+        if self.temperature is not None and not 0 <= self.temperature < math.inf:
             raise UsageError(f"temperature is {self.temperature}; give 0 (greedy) or more")
-        if not 0 <= self.top_k <= MOST:
+        if self.top_k is not None and not 0 <= self.top_k <= MOST:
             raise UsageError(f"top-k is {self.top_k}; give 0 (off) or more, at most {MOST}")
-        if not 0 < self.top_p <= 1:
+        if self.top_p is not None and not 0 < self.top_p <= 1:
             raise UsageError(f"top-p is {self.top_p}; give more than 0 and at most 1")
-        if not 0 <= self.min_p < 1:
+        if self.min_p is not None and not 0 <= self.min_p < 1:
             raise UsageError(f"min-p is {self.min_p}; give 0 (off) or more, below 1")
-        if not 0 < self.repetition_penalty < math.inf:
+        if self.repetition_penalty is not None and not 0 < self.repetition_penalty < math.inf:
             raise UsageError(f"repetition penalty is {self.repetition_penalty}; give more than 0 (1 is off)")
-        if not 0 <= self.seed <= MOST:
+        if self.seed is not None and not 0 <= self.seed <= MOST:
             raise UsageError(f"seed is {self.seed}; give 0 or more, at most {MOST}")
+        if self.model_sampling and self.temperature == 0:
+            raise UsageError("temperature 0 is greedy and --model-sampling samples; leave out one of them")
+        if not self.model_sampling and not self.temperature:
+            refuse_greedy(self)
+
+
+def refuse_greedy(sampling: Sampling) -> None:
+    """Refuse settings that greedy decoding does not use.
+
+    Raises
+    ------
+    UsageError
+        Naming them.
+    """
+    idle = [name for name, off in _OFF.items() if getattr(sampling, name) not in (None, off)]
+    if idle:
+        raise UsageError(f"{_named(idle)} no effect while decoding is greedy; give --temperature above 0")
+
+
+def refuse_given(sampling: Sampling) -> None:
+    """Refuse settings where the text is given and no token is chosen, but for a seed: the cache's policy may use it.
+
+    Raises
+    ------
+    UsageError
+        Naming them.
+    """
+    idle = [name for name, value in vars(sampling).items() if name != "seed" and value]
+    if idle:
+        raise UsageError(f"{_named(idle)} no effect on a completion that is given; leave out one or the other")
+
+
+def _named(names: list[str]) -> str:
+    """Return the settings as the subject of a sentence."""
+    return ", ".join(name.replace("_", "-") for name in names) + (" has" if len(names) == 1 else " have")
 
 
 @dataclass(frozen=True)
@@ -105,6 +152,8 @@ class RecordOptions:
             raise UsageError(f"local-window is {self.local_window}; give at least 1, at most {MOST}")
         if self.prefill_chunk is not None and self.prefill_chunk < 1:
             raise UsageError(f"prefill-chunk is {self.prefill_chunk}; give at least 1")
+        if self.completion is not None:
+            refuse_given(self.sampling)
         if self.raw and self.system is not None:
             raise UsageError("a system message needs the chat template; leave out --system or --raw")
         if not self.think_open or not self.think_close:

@@ -27,10 +27,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from beaconscope.errors import BeaconScopeError, UsageError, no_memory
 from beaconscope.kv.cache import CompressedCache
+from beaconscope.kv.policies import Full
 from beaconscope.models import TappedModel, is_bundled, tap, token_bytes
 from beaconscope.progress import Note, Progress
+from beaconscope.record.decoding import Decoding
 from beaconscope.record.encode import count_unknown, encode_completion, encode_prompt
 from beaconscope.record.generate import Generation
+from beaconscope.record.generation_config import resolve_decoding
 from beaconscope.record.options import RecordOptions, with_shadow
 from beaconscope.record.plan import Plan, make_plan
 from beaconscope.record.prompts import Prompt
@@ -172,6 +175,8 @@ class _Job:
         self._tokenizer = tokenizer
         self._model_id = model_id or getattr(model.config, "_name_or_path", "") or type(model).__name__
         self._revision = revision
+        self._decoding, self._decoding_notes = resolve_decoding(model, options.sampling)
+        self._seed_notes = _idle_seed(self.options, self._decoding)
         self._progress = progress or (lambda done, total: None)
         self._note = note or (lambda text: None)
         # Who asked for no notes has to know of it all the same.
@@ -194,6 +199,9 @@ class _Job:
         )
         for line in plan.notes:
             self._say(prompts, line)
+        self._note_once(self._seed_notes)
+        if forced is None:
+            self._note_once(self._decoding_notes)
         try:
             with ExitStack() as stack:
                 journals = [
@@ -202,7 +210,17 @@ class _Job:
                     )
                     for text, output in zip(texts, outputs, strict=True)
                 ]
-                run = _Run(self._tapped, self.options, texts, forced, plan, journals, self._tokenizer, self._progress)
+                run = _Run(
+                    self._tapped,
+                    self.options,
+                    self._decoding,
+                    texts,
+                    forced,
+                    plan,
+                    journals,
+                    self._tokenizer,
+                    self._progress,
+                )
                 interrupted = run.generate()
                 for index, journal in enumerate(journals):
                     journal.finalize(run.closing(index, interrupted))
@@ -211,6 +229,12 @@ class _Job:
             if not left:
                 raise
             raise KeyboardInterrupt(f"stopped before the trace was written; {left}") from None
+        except BeaconScopeError as error:
+            left = _left(outputs)
+            # An error of the journal says it already.
+            if not left or "recover" in str(error):
+                raise
+            raise type(error)(f"{error}; {left}") from error
         except (MemoryError, RuntimeError) as error:
             left = _left(outputs)
             if not left or not no_memory(error):
@@ -247,6 +271,12 @@ class _Job:
     def _say(self, prompts: Sequence[Prompt], text: str) -> None:
         """Tell what is worth knowing of a batch."""
         self._note(f"Prompt{'s' if len(prompts) > 1 else ''}{self._named(prompts)}: {text}" if self._many else text)
+
+    def _note_once(self, notes: list[str]) -> None:
+        """Tell what holds for every batch, and not again."""
+        for text in notes:
+            self._note(text)
+        notes.clear()
 
     def _note_cache(self, prompts: Sequence[Prompt], run: _Run) -> None:
         """Say when nothing was compressed, and what would have changed that."""
@@ -285,6 +315,7 @@ class _Job:
             "think_close": options.think_close,
             "options": {
                 **{key: value for key, value in dataclasses.asdict(options).items() if key not in ("policy", "shadow")},
+                "decoding": self._decoding.to_dict(),
                 "teacher_forced": text.prompt.completion is not None,
             },
             "policy": {"name": options.policy.name, "params": options.policy.params()},
@@ -295,6 +326,16 @@ class _Job:
             "device": str(model.device),
             "attention_over": "what the cache held" if options.policy.evicts else "everything",
         }
+
+
+def _idle_seed(options: RecordOptions, decoding: Decoding) -> list[str]:
+    """A note on a seed that is given and that nothing draws from; none where something does."""
+    seed = options.sampling.seed
+    policy = options.policy.shadow if isinstance(options.policy, Full) else options.policy
+    draws = getattr(policy, "seed", None) == seed and getattr(policy, "selector", "random") == "random"
+    if seed is None or not decoding.greedy or draws:
+        return []
+    return [f"--seed {seed} has no effect: decoding is greedy, and the cache's policy draws no random numbers from it."]
 
 
 def _left(outputs: Sequence[Path]) -> str:
@@ -334,6 +375,7 @@ class _Run:
         self,
         tapped: TappedModel,
         options: RecordOptions,
+        decoding: Decoding,
         texts: Sequence[_Text],
         forced: list[int] | None,
         plan: Plan,
@@ -356,7 +398,7 @@ class _Run:
             tapped.model,
             self.cache,
             [text.ids for text in texts],
-            options.sampling,
+            decoding,
             plan.limits,
             end_tokens(tapped.model, tokenizer),
             forced,

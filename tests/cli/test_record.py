@@ -15,6 +15,7 @@ from beaconscope import BeaconKV, LoadOptions, RecordOptions, Sampling, load_tra
 from beaconscope.cli.record import _policies, record
 from beaconscope.errors import UsageError
 from beaconscope.trace import Journal
+from tests.tiny import tiny_model, tiny_tokenizer
 from tests.trace.made import METADATA, interrupted
 from tests.trace.made import SMALL as SMALL_LAYOUT
 from tests.waiting import wait_for
@@ -131,6 +132,10 @@ def test_a_foreign_file_among_the_traces_is_refused_before_the_model_loads_and_k
             "--beacons has no effect with --cache random",
         ),
         (("--prompt", "plan.txt", "--temperature", "-1"), "temperature is -1"),
+        (("--prompt", "plan.txt", "--top-p", "0.9"), "top-p has no effect while decoding is greedy"),
+        (("--prompt", "plan.txt", "--temperature", "0", "--top-k", "5"), "give --temperature above 0"),
+        (("--prompt", "plan.txt", "--model-sampling", "--temperature", "0"), "leave out one of them"),
+        (("--prompt", "plan.txt", "--completion", "plan.txt", "--temperature", "1"), "temperature has no effect on a"),
         (("--prompt", "plan.txt", "--hits", "0"), "hits is 0"),
         (("--prompt", "plan.txt", "--layers", "first"), "is no list; write all, auto, 0,8,16 or 0-8:2"),
     ],
@@ -259,6 +264,51 @@ def test_a_cache_that_never_fills_says_which_budget_would_have(run, here, model_
     result = run("record", "--model", model_folder, "--prompt", "plan.txt", "--max-new-tokens", "8")
     assert result.exit_code == 0, result.output
     assert "Nothing was compressed" in result.stderr
+
+
+def test_sampling_settings_for_prompts_that_all_have_a_completion_are_refused(run, here):
+    line = '{"id": "a", "prompt": "one", "completion": "two"}\n'
+    Path("many.jsonl").write_text(line, "utf-8")
+    result = run("record", "--model", "no/such-model", "--prompts", "many.jsonl", "--model-sampling")
+    assert result.exit_code == 2
+    assert "model-sampling has no effect on a completion that is given" in result.stderr
+    # Where one has none, they are for that one.
+    Path("many.jsonl").write_text(line + '{"id": "b", "prompt": "one"}\n', "utf-8")
+    assert (
+        "cannot load the model"
+        in run("record", "--model", "no/such-model", "--prompts", "many.jsonl", "--model-sampling").stderr
+    )
+
+
+def test_the_models_generation_config_is_used_and_what_is_not_is_said(run, here):
+    # GIVEN a model folder whose generation config has rules, recommended sampling and a beam search
+    model = tiny_model()
+    settings = {"do_sample": True, "temperature": 0.7, "top_k": 9, "repetition_penalty": 1.3, "num_beams": 2}
+    for name, value in settings.items():
+        setattr(model.generation_config, name, value)
+    model.save_pretrained("model")
+    tiny_tokenizer().save_pretrained("model")
+    arguments = ("record", "--model", "model", "--prompt", "plan.txt", "--seed", "3", *SMALL)
+    # WHEN it is recorded without options, THEN the rules hold and the rest is said
+    result = run(*arguments, "-o", "greedy.parquet")
+    assert result.exit_code == 0, result.output
+    assert "The model recommends sampling (temperature=0.7, top_k=9), but decoding is greedy" in result.stderr
+    assert "num_beams=2" in result.stderr
+    assert "--seed 3 has no effect" in result.stderr
+    decoding = load_trace("greedy.parquet").options["decoding"]
+    assert (decoding["temperature"], decoding["repetition_penalty"]) == (0.0, 1.3)
+    # WHEN its sampling is asked for, THEN it holds but for what is given
+    result = run(*arguments, "--model-sampling", "--top-k", "5", "-o", "sampled.parquet")
+    assert result.exit_code == 0, result.output
+    assert "recommends" not in result.stderr
+    assert "--seed" not in result.stderr
+    decoding = load_trace("sampled.parquet").options["decoding"]
+    assert {name: decoding[name] for name in ("temperature", "top_k", "repetition_penalty", "seed")} == {
+        "temperature": 0.7,
+        "top_k": 5,
+        "repetition_penalty": 1.3,
+        "seed": 3,
+    }
 
 
 def test_ctrl_c_finishes_the_file_and_says_so(start, here, model_folder):

@@ -76,6 +76,8 @@ def recorded(path: Path, options: RecordOptions, **metadata: Any) -> Trace:
             policy=BeaconKV(budget=64, selector="kmeans", query_pooling="mean", pool_low=40, sinks=2, seed=7),
             sampling=Sampling(0.7, 20, 0.9, 0.05, 1.1, 7), max_new_tokens=300, system="Be 'brief'.", prefill_chunk=16,
         ),
+        RecordOptions(sampling=Sampling(top_p=0.9, seed=0, model_sampling=True)),
+        RecordOptions(sampling=Sampling(temperature=0.0, repetition_penalty=1.0)),
         RecordOptions(policy=RandomEviction(budget=64, seed=3), sampling=Sampling(0.7, seed=5)),
         RecordOptions(policy=BeaconKV(budget=64, seed=0), sampling=Sampling(0.7, seed=5)),
         RecordOptions(policy=ExpectedAttention(budget=99, covariance=False)),
@@ -96,6 +98,28 @@ def test_a_recording_is_asked_for_again(
     assert with_shadow(again).policy == with_shadow(options).policy
     assert prompt == PROMPT
     assert load == LoadOptions("org/name", "v2", "float16", attn="eager")
+
+
+OLD = {"temperature": 0.7, "top_k": 0, "top_p": 0.9, "min_p": 0.0, "repetition_penalty": 1.1, "seed": 5}
+
+
+@pytest.mark.parametrize(
+    ("old", "completion", "expected"),
+    [
+        (OLD, None, Sampling(temperature=0.7, top_p=0.9, repetition_penalty=1.1, seed=5)),
+        # What greedy decoding and a given text had no use for is refused today.
+        (OLD | {"temperature": 0.0}, None, Sampling(seed=5)),
+        (OLD, COMPLETION, Sampling(seed=5)),
+        (OLD | {"seed": 0}, COMPLETION, Sampling()),
+    ],
+)
+def test_a_recording_of_version_0_1_is_asked_for_again(
+    old: dict[str, Any], completion: str | None, expected: Sampling, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trace = recorded(tmp_path / "made.parquet", RecordOptions(completion=completion))
+    trace.metadata["options"]["sampling"] = old
+    _, _, again = asked_by(recording_command(trace, redact=False), tmp_path, monkeypatch)
+    assert again.sampling == expected
 
 
 def test_the_shipped_trace_has_the_command_that_made_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
