@@ -29,7 +29,7 @@ from beaconscope.errors import BeaconScopeError, UsageError, no_memory
 from beaconscope.kv.cache import CompressedCache
 from beaconscope.models import TappedModel, is_bundled, tap, token_bytes
 from beaconscope.progress import Note, Progress
-from beaconscope.record.encode import count_unknown, encode_completion, encode_prompt
+from beaconscope.record.encode import check_prompts, count_unknown, encode_completion, encode_prompt
 from beaconscope.record.generate import Generation
 from beaconscope.record.options import RecordOptions, with_shadow
 from beaconscope.record.plan import Plan, make_plan
@@ -89,8 +89,10 @@ def record(
     KeyboardInterrupt
         When a second SIGINT arrives before the trace is written; the message says how to recover it.
     """
-    job = _Job(model, tokenizer, options or RecordOptions(), model_id, revision, progress, note)
-    entry = Prompt("prompt", prompt, completion=job.options.completion)
+    options = options or RecordOptions()
+    entry = Prompt("prompt", prompt, completion=options.completion)
+    check_prompts(tokenizer, [entry], options, many=False)
+    job = _Job(model, tokenizer, options, model_id, revision, progress, note)
     job.run([entry], [Path(output)], force)
     return load_trace(Path(output))
 
@@ -130,8 +132,11 @@ def record_prompts(
         raise UsageError(f"batch-size is {batch_size}; give at least 1")
     if options is not None and options.completion is not None:
         raise UsageError("a completion belongs to one prompt; give each prompt its own")
+    options = options or RecordOptions()
     paths, unfinished = find_unfinished(prompts, Path(folder), force=force, note=note)
-    job = _Job(model, tokenizer, options or RecordOptions(), model_id, revision, progress, note, many=True)
+    # All of them now, so that the last one is not refused after hours.
+    check_prompts(tokenizer, unfinished, options)
+    job = _Job(model, tokenizer, options, model_id, revision, progress, note, many=True)
     with traces_folder(Path(folder)):
         for batch in prompt_batches(unfinished, batch_size):
             try:
