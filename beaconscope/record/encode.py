@@ -118,11 +118,8 @@ def check_template(tokenizer: PreTrainedTokenizerBase, options: RecordOptions) -
     known = template_variables(tokenizer, tools="tools" in options.template_options)
     for name in options.template_options:
         if name not in known:
-            remedy = (
-                f"give one of its own: {', '.join(known)}"
-                if known
-                else "it has no options, leave out --template-option"
-            )
+            own = ", ".join(known)
+            remedy = f"give one of its own: {own}" if own else "it has none, leave out --template-option"
             raise UsageError(f"this model's chat template does not use the option {name}; {remedy}")
 
 
@@ -149,7 +146,8 @@ def template_variables(tokenizer: PreTrainedTokenizerBase, *, tools: bool = Fals
         raise BeaconScopeError(f"this model's chat template cannot be read ({_one_line(error)}); give --raw") from error
     # The others are set by transformers, or are arguments of its own that do not reach the template.
     arguments = set(inspect.signature(tokenizer.apply_chat_template).parameters) - {"tools", "documents"}
-    return sorted(found - arguments - _SET_BY_TRANSFORMERS - set(tokenizer.special_tokens_map))
+    special = {*tokenizer.SPECIAL_TOKENS_ATTRIBUTES, *tokenizer.special_tokens_map}
+    return sorted(found - arguments - special - _SET_BY_TRANSFORMERS)
 
 
 _SET_BY_TRANSFORMERS = {"messages", "raise_exception", "strftime_now"}

@@ -37,7 +37,7 @@ from beaconscope.record.prompts import Prompt
 from beaconscope.record.recorder import Recorder
 from beaconscope.record.traces import find_unfinished, prompt_batches, traces_folder
 from beaconscope.record.vocabulary import end_tokens, kinds_of_tokens, special_ids
-from beaconscope.trace import HeadBlock, Journal, TokenBlock, Trace, journal_path, load_trace
+from beaconscope.trace import HeadBlock, Journal, TokenBlock, Trace, journal_path, load_trace, split_phases
 
 _LIBRARIES = ("torch", "transformers", "numpy", "pyarrow")
 _NAMES = 3
@@ -219,6 +219,7 @@ class _Job:
             if not left or not no_memory(error):
                 raise
             raise BeaconScopeError(f"no memory is left; {left}") from error
+        self._note_unopened(texts, run)
         if not interrupted:
             self._note_cache(prompts, run)
         return interrupted
@@ -250,6 +251,19 @@ class _Job:
     def _say(self, prompts: Sequence[Prompt], text: str) -> None:
         """Tell what is worth knowing of a batch."""
         self._note(f"Prompt{'s' if len(prompts) > 1 else ''}{self._named(prompts)}: {text}" if self._many else text)
+
+    def _note_unopened(self, texts: Sequence[_Text], run: _Run) -> None:
+        """Say when a text closes a thought that nothing opened, so that all of it counts as answer."""
+        think_open, think_close = self.options.think_open, self.options.think_close
+        for text, row in zip(texts, run.generation.written, strict=True):
+            tokens = token_bytes(self._tokenizer, text.ids + row.tokens)
+            phases = split_phases(tokens, len(text.ids), think_open, think_close)
+            if "think" not in phases and think_close.encode() in b"".join(tokens[len(text.ids) :]):
+                self._say(
+                    [text.prompt],
+                    f"The text closes a thought ({think_close}) that nothing opened, so all of it counts as answer; "
+                    f"where the model thinks from the start, let the prompt end with {think_open} (with --raw).",
+                )
 
     def _note_cache(self, prompts: Sequence[Prompt], run: _Run) -> None:
         """Say when nothing was compressed, and what would have changed that."""

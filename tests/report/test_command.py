@@ -89,7 +89,7 @@ def recorded(path: Path, options: RecordOptions, **metadata: Any) -> Trace:
         RecordOptions(policy=Full(), shadow=BeaconKV(budget=40, interval=9, beacons=8)),
         RecordOptions(
             template_options={
-                "enable_thinking": False, "effort": "a 'b' = \N{SNOWMAN}", "tools": [{"name": "f", "n": 1.5, "x": None}],
+                "enable_thinking": False, "effort": "a 'b' = \N{SNOWMAN}", "tools": [{"name": "f", "n": 1.5}],
             },
         ),
         RecordOptions(
