@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 from beaconscope.errors import UsageError
 from beaconscope.kv.policies import BeaconKV, Full, Policy
@@ -115,6 +117,8 @@ class RecordOptions:
     sampling: Sampling = field(default_factory=Sampling)
     system: str | None = None
     """A system message for the chat template."""
+    template_options: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """Variables of the chat template by name, such as ``{"enable_thinking": False}``; values are of JSON's types."""
     raw: bool = False
     """Feed the prompt as it is, without the chat template."""
     completion: str | None = None
@@ -156,8 +160,50 @@ class RecordOptions:
             refuse_given(self.sampling)
         if self.raw and self.system is not None:
             raise UsageError("a system message needs the chat template; leave out --system or --raw")
+        if self.raw and self.template_options:
+            raise UsageError("options of the chat template need the template; leave out --template-option or --raw")
+        object.__setattr__(self, "template_options", _checked_template_options(self.template_options))
+        for name in ("system", "completion", "think_open", "think_close"):
+            check_unicode(getattr(self, name) or "", name.replace("_", " "))
         if not self.think_open or not self.think_close:
             raise UsageError("the think markers must not be empty; give --think-open and --think-close a text")
+
+
+def _checked_template_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of template options.
+
+    Raises
+    ------
+    UsageError
+        For a name that is no identifier, or a value that JSON cannot express.
+    """
+    if not isinstance(options, Mapping):
+        raise UsageError(f"template options are {options!r}; give a mapping of names to values")
+    for name, value in options.items():
+        if not isinstance(name, str) or not name.isidentifier():
+            raise UsageError(f"{name!r} cannot be an option of a chat template; give the name of a variable")
+        try:
+            text = json.dumps(value, allow_nan=False, ensure_ascii=False)
+        except (TypeError, ValueError, RecursionError):
+            raise UsageError(
+                f"the template option {name} is {value!r:.80}; give a value that JSON can express"
+            ) from None
+        check_unicode(text, f"template option {name}")
+    return dict(options)
+
+
+def check_unicode(text: str, what: str) -> None:
+    """Refuse text that no tokenizer can read.
+
+    Raises
+    ------
+    UsageError
+        For a lone surrogate: half of a pair, or a byte that Python could not decode.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise UsageError(f"the {what} holds half of a surrogate pair; give valid Unicode") from None
 
 
 def with_shadow(options: RecordOptions) -> RecordOptions:

@@ -31,7 +31,7 @@ from beaconscope.kv.policies import Full
 from beaconscope.models import TappedModel, is_bundled, tap, token_bytes
 from beaconscope.progress import Note, Progress
 from beaconscope.record.decoding import Decoding
-from beaconscope.record.encode import count_unknown, encode_completion, encode_prompt
+from beaconscope.record.encode import check_prompts, count_unknown, encode_completion, encode_prompt
 from beaconscope.record.generate import Generation
 from beaconscope.record.generation_config import resolve_decoding
 from beaconscope.record.options import RecordOptions, with_shadow
@@ -40,7 +40,7 @@ from beaconscope.record.prompts import Prompt
 from beaconscope.record.recorder import Recorder
 from beaconscope.record.traces import find_unfinished, prompt_batches, traces_folder
 from beaconscope.record.vocabulary import end_tokens, kinds_of_tokens, special_ids
-from beaconscope.trace import HeadBlock, Journal, TokenBlock, Trace, journal_path, load_trace
+from beaconscope.trace import HeadBlock, Journal, TokenBlock, Trace, journal_path, load_trace, split_phases
 
 _LIBRARIES = ("torch", "transformers", "numpy", "pyarrow")
 _NAMES = 3
@@ -92,8 +92,10 @@ def record(
     KeyboardInterrupt
         When a second SIGINT arrives before the trace is written; the message says how to recover it.
     """
-    job = _Job(model, tokenizer, options or RecordOptions(), model_id, revision, progress, note)
-    entry = Prompt("prompt", prompt, completion=job.options.completion)
+    options = options or RecordOptions()
+    entry = Prompt("prompt", prompt, completion=options.completion)
+    check_prompts(tokenizer, [entry], options, many=False)
+    job = _Job(model, tokenizer, options, model_id, revision, progress, note)
     job.run([entry], [Path(output)], force)
     return load_trace(Path(output))
 
@@ -133,8 +135,11 @@ def record_prompts(
         raise UsageError(f"batch-size is {batch_size}; give at least 1")
     if options is not None and options.completion is not None:
         raise UsageError("a completion belongs to one prompt; give each prompt its own")
+    options = options or RecordOptions()
     paths, unfinished = find_unfinished(prompts, Path(folder), force=force, note=note)
-    job = _Job(model, tokenizer, options or RecordOptions(), model_id, revision, progress, note, many=True)
+    # All of them now, so that the last one is not refused after hours.
+    check_prompts(tokenizer, unfinished, options)
+    job = _Job(model, tokenizer, options, model_id, revision, progress, note, many=True)
     with traces_folder(Path(folder)):
         for batch in prompt_batches(unfinished, batch_size):
             try:
@@ -240,6 +245,7 @@ class _Job:
             if not left or not no_memory(error):
                 raise
             raise BeaconScopeError(f"no memory is left; {left}") from error
+        self._note_unopened(texts, run)
         if not interrupted:
             self._note_cache(prompts, run)
         return interrupted
@@ -277,6 +283,19 @@ class _Job:
         for text in notes:
             self._note(text)
         notes.clear()
+
+    def _note_unopened(self, texts: Sequence[_Text], run: _Run) -> None:
+        """Say when a text closes a thought that nothing opened, so that all of it counts as answer."""
+        think_open, think_close = self.options.think_open, self.options.think_close
+        for text, row in zip(texts, run.generation.written, strict=True):
+            tokens = token_bytes(self._tokenizer, text.ids + row.tokens)
+            phases = split_phases(tokens, len(text.ids), think_open, think_close)
+            if "think" not in phases and think_close.encode() in b"".join(tokens[len(text.ids) :]):
+                self._say(
+                    [text.prompt],
+                    f"The text closes a thought ({think_close}) that nothing opened, so all of it counts as answer; "
+                    f"where the model thinks from the start, let the prompt end with {think_open} (with --raw).",
+                )
 
     def _note_cache(self, prompts: Sequence[Prompt], run: _Run) -> None:
         """Say when nothing was compressed, and what would have changed that."""

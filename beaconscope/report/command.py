@@ -6,6 +6,7 @@ the names of the files that the texts came from: those are for the reader to fil
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -81,6 +82,8 @@ def recording_command(trace: Trace, redact: bool) -> str:
             said += ["--completion", "COMPLETION_FILE"]
     said += _policy(policy, sampling)
     said += _not_default(sampling, SAMPLING)
+    for name, value in (options.get("template_options") or {}).items():
+        said += ["--template-option", f"{name}={'VALUE' if redact else json.dumps(value)}"]
     said += _not_default(
         {**options, **({key: "TEXT" for key in _TEXTS if options.get(key)} if redact else {})}, OPTIONS
     )

@@ -12,9 +12,12 @@ from typing import get_args
 import pytest
 
 from beaconscope import BeaconKV, LoadOptions, RecordOptions, Sampling, load_trace, recover
-from beaconscope.cli.record import _policies, record
-from beaconscope.errors import UsageError
+from beaconscope.cli.record import _policies, _template_options, record
+from beaconscope.errors import BeaconScopeError, UsageError
+from beaconscope.record import Prompt
+from beaconscope.record.many import _Batch
 from beaconscope.trace import Journal
+from tests.record.recording import save_tiny
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.trace.made import METADATA, interrupted
 from tests.trace.made import SMALL as SMALL_LAYOUT
@@ -231,6 +234,116 @@ def test_a_model_that_cannot_be_had_is_one_line(run, here, model, says):
     assert says in result.stderr
     assert result.stderr.splitlines()[-1].startswith("error: ")
     assert not Path("plan.parquet").exists()
+
+
+@pytest.fixture
+def switched_folder(tmp_path_factory) -> Path:
+    """A model whose chat template has a switch."""
+    folder = save_tiny(tmp_path_factory.mktemp("switched"))
+    (folder / "chat_template.jinja").write_text(SWITCHED, encoding="utf-8")
+    return folder
+
+
+SWITCHED = (
+    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}{% endfor %}<|assistant|>"
+    "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}"
+)
+
+
+def test_options_of_the_template_reach_it_and_the_trace(run, here, switched_folder):
+    arguments = ("record", "--model", switched_folder, "--prompt", "plan.txt", *SMALL)
+    result = run(*arguments, "--template-option", "enable_thinking=false")
+    assert result.exit_code == 0, result.output
+    trace = load_trace("plan.parquet")
+    assert trace.text.startswith(f"<|user|>{trace.prompt}<|assistant|><think>\n\n</think>\n\n")
+    assert trace.options["template_options"] == {"enable_thinking": False}
+    assert "think" not in set(trace.tokens["phase"])
+    assert "template_options: enable_thinking=False" in run("info", "plan.parquet", "--verbose").stdout
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ([], {}),
+        (["a=false"], {"a": False}),
+        (["a=null", "b=3", "c=1.5e3", 'd="x"'], {"a": None, "b": 3, "c": 1500.0, "d": "x"}),
+        (['a=[{"b": "c=d"}]'], {"a": [{"b": "c=d"}]}),
+        # What is no JSON is text.
+        (["a=high", "b=x=y", "c= low ", "d=", "e=NaN", "f={"], {
+            "a": "high", "b": "x=y", "c": " low ", "d": "", "e": "NaN", "f": "{",
+        }),
+        (['a="False"', "b=\N{SNOWMAN}"], {"a": "False", "b": "\N{SNOWMAN}"}),
+    ],
+)  # fmt: skip
+def test_values_of_template_options_are_json_or_text(given, expected):
+    assert _template_options(given) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (["enable_thinking"], "must be KEY=VALUE, for example enable_thinking=false"),
+        (["=false"], "must be KEY=VALUE"),
+        (["a=1", "a=2"], "--template-option a is given twice"),
+        # As text they would be true in a template.
+        (["a=False"], "would be the text 'False'; write a=false"),
+        (["a=None"], "write a=null"),
+        (["a b=1"], "'a b' cannot be an option of a chat template"),
+    ],
+)
+def test_template_options_that_cannot_be_are_refused_before_the_model_loads(run, here, given, says):
+    arguments = [argument for option in given for argument in ("--template-option", option)]
+    result = run("record", "--model", "no/such-model", "--prompt", "plan.txt", *arguments)
+    assert result.exit_code == 2
+    assert says in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+@pytest.fixture
+def no_weights(monkeypatch) -> None:
+    """Fail where weights are loaded."""
+
+    def load(*_, **__):
+        raise AssertionError("weights are loaded")
+
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", load)
+
+
+@pytest.mark.parametrize(("source", "jobs"), [("--prompt", ()), ("--prompts", ()), ("--prompts", ("--jobs", "2"))])
+@pytest.mark.usefixtures("no_weights")
+def test_what_the_tokenizer_cannot_do_is_said_before_the_weights_are_loaded(run, here, switched_folder, source, jobs):
+    Path("many.jsonl").write_text('{"id": "a", "prompt": "one"}\n{"id": "b", "prompt": "two"}\n', "utf-8")
+    prompts = {"--prompt": "plan.txt", "--prompts": "many.jsonl"}[source]
+    arguments = ("record", "--model", switched_folder, source, prompts, *jobs)
+    # WHEN an option is not the template's
+    result = run(*arguments, "--template-option", "enable_thinkin=false")
+    # THEN its own are listed, and the exit code is that of options that cannot be
+    assert result.exit_code == 2, result.output
+    assert result.stderr.splitlines()[-1] == (
+        "error: this model's chat template does not use the option enable_thinkin; give one of its own: enable_thinking"
+    )
+    # WHEN there is no template
+    (switched_folder / "chat_template.jinja").unlink()
+    result = run(*arguments)
+    assert result.exit_code == 1, result.output
+    assert result.stderr.splitlines()[-1] == (
+        "error: this model's tokenizer has no chat template; give --raw to feed the prompt as it is"
+    )
+    # WHEN the template refuses a prompt, THEN it is named where there are many
+    (switched_folder / "chat_template.jinja").write_text("{{ raise_exception('never') }}", encoding="utf-8")
+    result = run(*arguments)
+    assert result.exit_code == 1, result.output
+    name = "" if source == "--prompt" else "prompt a: "
+    assert result.stderr.splitlines()[-1].startswith(f"error: {name}the model's chat template refuses the prompt")
+    assert not Path("many-traces").exists()
+
+
+@pytest.mark.usefixtures("no_weights")
+def test_a_worker_of_a_cluster_asks_the_tokenizer_first(switched_folder, tmp_path):
+    (switched_folder / "chat_template.jinja").unlink()
+    load = LoadOptions(str(switched_folder))
+    with pytest.raises(BeaconScopeError, match="has no chat template"):
+        _Batch(load, (Prompt("a", "one"),), RecordOptions(), tmp_path, "run")()
 
 
 @pytest.mark.parametrize("option", [("--layers", "7"), ("--heads", "0,2"), ("--layers", "one")])

@@ -21,6 +21,7 @@ from beaconscope.record.options import with_shadow
 from beaconscope.report.command import OPTIONS, SAMPLING, recording_command
 from beaconscope.trace import Trace
 from tests.report.made import made_trace
+from tests.tiny import CHAT_TEMPLATE, tiny_tokenizer
 
 BALCONY = Path(__file__).parents[2] / "traces" / "smollm2-balcony.parquet"
 README = BALCONY.with_name("README.md")
@@ -38,14 +39,20 @@ def asked_by(command: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tup
     monkeypatch.chdir(folder)
     loaded: list[LoadOptions] = []
 
-    def load(options: LoadOptions) -> Any:
+    def load_tokenizer(options: LoadOptions) -> Any:
+        tokenizer = tiny_tokenizer()
+        tokenizer.chat_template = f"{{{{ effort }}}}{{{{ enable_thinking }}}}{{{{ tools }}}}{CHAT_TEMPLATE}"
+        return tokenizer
+
+    def load(options: LoadOptions, tokenizer: Any) -> Any:
         loaded.append(options)
-        return SimpleNamespace(model=None, tokenizer=None, id=options.model, revision=options.revision)
+        return SimpleNamespace(model=None, tokenizer=tokenizer, id=options.model, revision=options.revision)
 
     def run(model: Any, tokenizer: Any, prompt: str, options: RecordOptions, **others: Any) -> None:
         raise Asked(prompt, options)
 
     monkeypatch.setattr(sys.modules["beaconscope.models"], "load_model", load)
+    monkeypatch.setattr(sys.modules["beaconscope.models"], "load_tokenizer", load_tokenizer)
     monkeypatch.setattr(sys.modules["beaconscope.record"], "record", run)
     program, *arguments = shlex.split(command)
     assert program == "beaconscope"
@@ -82,6 +89,11 @@ def recorded(path: Path, options: RecordOptions, **metadata: Any) -> Trace:
         RecordOptions(policy=BeaconKV(budget=64, seed=0), sampling=Sampling(0.7, seed=5)),
         RecordOptions(policy=ExpectedAttention(budget=99, covariance=False)),
         RecordOptions(policy=Full(), shadow=BeaconKV(budget=40, interval=9, beacons=8)),
+        RecordOptions(
+            template_options={
+                "enable_thinking": False, "effort": "a 'b' = \N{SNOWMAN}", "tools": [{"name": "f", "n": 1.5}],
+            },
+        ),
         RecordOptions(
             raw=True, think_open="<|think|>", think_close="<|done|>", heads="0-1", hits=3, values=False,
             vector_type="float16", sink_positions=1, local_window=32,
@@ -141,17 +153,20 @@ def test_one_of_many_prompts_names_their_file(tmp_path: Path) -> None:
 
 
 def test_a_redacted_command_has_no_text_of_the_user(tmp_path: Path) -> None:
-    options = RecordOptions(system="secret", think_open="<secret>", completion="secret")
+    options = RecordOptions(
+        system="secret", think_open="<secret>", completion="secret", template_options={"effort": "secret"}
+    )
     model = {"id": "secret/model", "revision": "secret"}
     said = recording_command(recorded(tmp_path / "made.parquet", options, model=model), redact=True)
     assert "secret" not in said
     assert "--system TEXT" in said
+    assert "--template-option effort=VALUE" in said
 
 
 def test_defaults_are_those_of_the_recorder() -> None:
     fields = {field.name: field.default for field in dataclasses.fields(RecordOptions)}
     assert {key: default for key, (_, default) in OPTIONS.items()} == {key: fields[key] for key in OPTIONS}
-    assert set(fields) - set(OPTIONS) == {"policy", "shadow", "sampling", "completion"}
+    assert set(fields) - set(OPTIONS) == {"policy", "shadow", "sampling", "completion", "template_options"}
     drawn = {field.name: field.default for field in dataclasses.fields(Sampling)}
     assert {key: default for key, (_, default) in SAMPLING.items()} == drawn
 
