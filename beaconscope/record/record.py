@@ -253,7 +253,7 @@ class _Job:
         if policy.capacity is not None and longest < policy.capacity:
             text = f"The cache never filled: {longest} tokens, {policy.capacity} slots. Nothing was compressed"
             most = longest - policy.interval
-            remedy = f"; a --budget of at most {most} would have." if most > policy.protected else "."
+            remedy = f"; a --budget of at most {most} would have." if most >= policy.least_budget else "."
             self._say(prompts, text + remedy)
 
     def _metadata(self, text: _Text) -> dict[str, Any]:
