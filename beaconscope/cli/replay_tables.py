@@ -89,7 +89,7 @@ def _print(console: Console, title: str, rows: pd.DataFrame, figure: str, budget
         "TRT mass": rows["mass_trt"].map(_number),
         "mass": rows["mass"].map(_number),
         "to oracle": rows["to_oracle"].map(_number),
-        "memory": rows["kv_bytes"].map(in_bytes),
+        "memory": rows["kv_bytes"].map(lambda size: "-" if pd.isna(size) else in_bytes(size)),
         "over random": rows["over_random"].map(_number),
         "spread": rows["spread"].map(_number),
         "regrets": rows["regrets"].map(_number),

@@ -134,6 +134,8 @@ class Policy(ABC):
     what it drops may come back."""
     ragged: ClassVar[bool] = False
     """Its heads keep different numbers of entries."""
+    one_set: ClassVar[bool] = False
+    """All heads of a layer keep one set, which their scores decide together."""
     unused: ClassVar[frozenset[str]] = frozenset()
     """Fields that have no meaning for it."""
 
