@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -43,7 +44,8 @@ def all_usable(vectors: Tensor) -> bool:
         return True
     # The least and the largest number are nan where one is, and finding them takes no memory.
     low, high = vectors.aminmax()
-    return max(-float(low), float(high)) * vectors.shape[-1] ** 0.5 < _SAFE_NORM
+    largest: float = max(-float(low), float(high))
+    return largest < _SAFE_NORM / math.sqrt(vectors.shape[-1])
 
 
 def attention_weights(

@@ -195,7 +195,8 @@ def load_layer(
     finite: tuple[int, ...] = ()
     if not all(all_usable(each) for each in (query, key, value) if each is not None):
         finite = _finite_positions(query, key, value)
-        query, key, value = (None if each is None else _zeroed(each) for each in (query, key, value))
+        query, key = _zeroed(query), _zeroed(key)
+        value = None if value is None else _zeroed(value)
     return LayerData(
         layer=layer,
         kv_heads=heads,

@@ -84,9 +84,10 @@ def by_setting(frame: pd.DataFrame) -> pd.DataFrame:
     DataFrame
         ``setting``, ``policy``, ``budget`` (NaN where it has none), ``interval``, ``params``, ``live``, ``seeds``; the
         means over heads and seeds of all measures; ``kv_bytes``, ``queries`` and ``missing`` (decoding queries measured
-        and not), sums over heads; ``spread``, the standard deviation over seeds of the ranked figure; ``to_oracle`` and ``over_random``, how far the ranked figure is below the
-        oracle's and above random eviction's at the same budget and interval (or the nearest interval that was run);
-        ``pareto``, whether no setting that works live has as much for less memory.
+        and not), sums over heads; ``spread``, the standard deviation over seeds of the ranked figure; ``to_oracle`` and
+        ``over_random``, how far the ranked figure is below the oracle's and above random eviction's at the same budget
+        and interval (or the nearest interval that was run); ``pareto``, whether no setting that works live has as much
+        for less memory.
     """
     figure = ranked_by(frame)
     groups = frame.groupby("setting", sort=False)
