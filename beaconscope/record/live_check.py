@@ -15,7 +15,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import zip_longest
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -27,9 +27,10 @@ from beaconscope.kv.cache import CompressedCache
 from beaconscope.kv.layer import CompressedLayer
 from beaconscope.kv.policies import Full, Policy
 from beaconscope.models import TappedModel, cache_argument, tap, token_bytes
+from beaconscope.models.finite import explain_not_finite, finite_logits
 from beaconscope.models.tap import LayerCall
 from beaconscope.progress import Progress
-from beaconscope.record.generate import Generation
+from beaconscope.record.generate import Generation, NotFinite
 from beaconscope.record.options import Sampling
 from beaconscope.record.vocabulary import end_tokens, kinds_of_tokens
 from beaconscope.trace import Trace, split_phases
@@ -119,7 +120,7 @@ def check_live(
     Raises
     ------
     BeaconScopeError
-        When the trace is of another model, or nothing was generated.
+        When the trace is of another model, nothing was generated, or the model's logits are not finite.
     UsageError
         For a policy that works in replay only.
     """
@@ -234,6 +235,7 @@ class _Runs:
             full: Tensor | None = None
             for number, feed in enumerate(feeds):
                 after = feed(part)  # [t, V]
+                self._check_finite(self._policies[number], before[number], after, text[0, : first + part.shape[1]])
                 log_p = torch.cat([before[number], after[:-1]]).log_softmax(dim=-1)
                 before[number] = after[-1:]
                 full = log_p if full is None else full
@@ -246,6 +248,19 @@ class _Runs:
             for parts, gone, policy in zip(told, evicted, self._policies, strict=True)
         ]
 
+    def _check_finite(self, policy: Policy, before: Tensor, after: Tensor, ids: Tensor) -> None:
+        """Refuse logits before and after the last tokens of ``ids``, [1, V] and [t, V], that are not finite."""
+        finite = finite_logits(torch.cat([before, after])).tolist()
+        if not all(finite):
+            fed = len(ids) - len(after) + finite.index(False)
+            self._refuse(policy, NotFinite(0, len(self._prompt), ids[:fed].tolist()))
+
+    def _refuse(self, policy: Policy, error: NotFinite) -> NoReturn:
+        raise BeaconScopeError(
+            f"under {policy.name} the model's logits are not finite {error.place}: "
+            f"{explain_not_finite(self._tapped.model, error.ids)}"
+        ) from error
+
     def free(self, policy: Policy) -> tuple[list[int], int]:
         """Tokens that the model writes with a cache of ``policy``, and the entries gone when it wrote the last."""
         cache = self._cache(policy)
@@ -257,14 +272,17 @@ class _Runs:
             [self._limit],
             end_tokens(self._tapped.model, self._tokenizer),
         )
-        generation.prefill(self._chunk)
         before = self._done
 
         def settled() -> bool:
             self._fed(before + len(generation.written[0].tokens) - self._done)
             return False
 
-        generation.run(settled)
+        try:
+            generation.prefill(self._chunk)
+            generation.run(settled)
+        except NotFinite as error:
+            self._refuse(policy, error)
         self._fed(before + self._limit - self._done)
         tokens = generation.written[0].tokens
         return tokens, cache.evicted_before(len(self._prompt) + len(tokens) - 2)
