@@ -28,6 +28,7 @@ from beaconscope.analyze.analysis import Analysis
 from beaconscope.analyze.sentences import Sentences, sentences_of
 from beaconscope.errors import BeaconScopeError, no_memory
 from beaconscope.models import cache_argument, tap
+from beaconscope.models.finite import explain_not_finite, finite_logits
 from beaconscope.progress import Progress
 from beaconscope.trace import Trace
 
@@ -65,7 +66,7 @@ def add_causal(trace: Trace, analysis: Analysis, model: PreTrainedModel, progres
     Raises
     ------
     BeaconScopeError
-        Where the model cannot have written the trace, or has layers that this cannot blind.
+        Where the model cannot have written the trace, has layers that this cannot blind, or logits that are not finite.
     """
     frame = trace.tokens
     token_id = torch.from_numpy(frame["token_id"].to_numpy(np.int64))
@@ -142,6 +143,14 @@ def long_range_gain(
             blind = _feed(model, cache, views, token_id, start, stop, _blinkers(start, stop, window, sinks))
             cache.crop(start - stop)  # negative: how many of the last tokens go
         seeing = _feed(model, cache, views, token_id, start, stop)
+        for logits in (seeing,) if blind is None else (seeing, blind):
+            finite = finite_logits(logits).tolist()
+            if not all(finite):
+                fed = start + finite.index(False) + 1
+                raise BeaconScopeError(
+                    f"the model's logits are not finite after {fed} of {length} tokens: "
+                    f"{explain_not_finite(model, token_id[:fed].tolist())}"
+                )
         if count:
             with_all = _logprob(seeing, written)
             rows = slice(start, start + count)

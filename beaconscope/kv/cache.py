@@ -22,9 +22,9 @@ from beaconscope.kv.policies import BeaconKV, Full, Policy
 from beaconscope.kv.ragged import RaggedLayer
 from beaconscope.kv.rotary import Rotary
 from beaconscope.kv.step import AttentionStep
-from beaconscope.models.hooks import AttentionInputs, LayerCall, TappedCache, watch
+from beaconscope.models.hooks import AttentionInputs, LayerCall, TappedCache, attention_modules, watch
 from beaconscope.models.probe import LayerInfo
-from beaconscope.models.tap import TappedModel, attention_modules, tap
+from beaconscope.models.tap import TappedModel, tap
 
 _OTHER_MODEL = "this cache was made for another model; make one for the model that it is used with"
 

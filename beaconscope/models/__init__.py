@@ -2,7 +2,7 @@
 
 from beaconscope.models.compat import cache_argument
 from beaconscope.models.load import LoadedModel, LoadOptions, is_bundled, load_model, load_tokenizer, local_path
-from beaconscope.models.probe import LayerInfo, not_finite
+from beaconscope.models.probe import LayerInfo
 from beaconscope.models.tap import TappedModel, tap
 from beaconscope.models.tokens import token_bytes
 
@@ -16,7 +16,6 @@ __all__ = [
     "load_model",
     "load_tokenizer",
     "local_path",
-    "not_finite",
     "tap",
     "token_bytes",
 ]

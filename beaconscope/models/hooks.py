@@ -21,10 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from beaconscope.errors import BeaconScopeError
 
 PREFIX = "beaconscope_"
 BACKENDS = ("eager", "sdpa", "flash_attention_2")
@@ -80,6 +82,34 @@ class AttentionInputs:
     output: Tensor  # [B, T, Hq, Dv]
     weights: Tensor | None
     """Post-softmax attention [B, Hq, T, N], where the backend returns it."""
+
+
+def attention_modules(model: PreTrainedModel) -> dict[int, nn.Module]:
+    """Return the self-attention module of each layer of the decoder, by layer.
+
+    Raises
+    ------
+    BeaconScopeError
+        When a layer has none, or more than one.
+    """
+    config = model.config.get_text_config(decoder=True)
+    found: dict[int, nn.Module] = {}
+    for module in model.modules():
+        layer = getattr(module, "layer_idx", None)
+        if isinstance(layer, int) and type(module).__name__.endswith(("Attention", "MLA")):
+            if layer in found:
+                raise BeaconScopeError(
+                    f"{type(model).__name__} has more than one attention module in layer {layer}, which cannot be "
+                    "recorded"
+                )
+            found[layer] = module
+    missing = [layer for layer in range(config.num_hidden_layers) if layer not in found]
+    if missing:
+        raise BeaconScopeError(
+            f"{type(model).__name__} has no softmax attention in layer {missing[0]} (a linear or recurrent layer?), "
+            "which cannot be recorded"
+        )
+    return dict(sorted(found.items()))
 
 
 def is_hooked(module: nn.Module) -> bool:

@@ -29,6 +29,7 @@ from beaconscope.errors import BeaconScopeError
 from beaconscope.kv.rotary import Rotary
 from beaconscope.kv.step import AttentionStep, attention_weights, scaled_products
 from beaconscope.models.compat import cache_argument
+from beaconscope.models.finite import finite_logits, finite_remedy
 from beaconscope.models.hooks import PREFIX, AttentionInputs, LayerCall, TappedCache, function_beside
 from beaconscope.models.rotary import PROBE_POSITIONS, RotaryMismatch, derive_rotary
 
@@ -208,21 +209,15 @@ def _feed(model: PreTrainedModel, modules: Mapping[int, nn.Module], tokens: Tens
         attention = cache.seen[layer].attention
         parts = (attention.query, attention.key, attention.value, attention.output)
         if not all(bool(part.isfinite().all()) for part in parts):
-            raise BeaconScopeError(f"{not_finite(model, f'the attention of layer {layer}')}")
-    if bool((output.logits.isnan() | output.logits.isposinf()).any()):
-        raise BeaconScopeError(not_finite(model, "the output layer"))
+            raise BeaconScopeError(_not_finite(model, f"the attention of layer {layer}"))
+    if not bool(finite_logits(output.logits).all()):
+        raise BeaconScopeError(_not_finite(model, "the language-model head"))
     return [cache.seen[layer] for layer in modules]
 
 
-def not_finite(model: PreTrainedModel, where: str) -> str:
-    """Return the message for numbers of a model that are not finite, with the remedy."""
+def _not_finite(model: PreTrainedModel, where: str) -> str:
     dtype = str(model.dtype).removeprefix("torch.")
-    remedy = (
-        "float16 overflows: load it with --dtype bfloat16"
-        if dtype == "float16"
-        else "its weights are damaged or overflow: load it with --dtype float32, or fetch it again"
-    )
-    return f"{where} of {type(model).__name__} computes numbers that are not finite in {dtype}; {remedy}"
+    return f"{where} of {type(model).__name__} computes numbers that are not finite in {dtype}; {finite_remedy(model)}"
 
 
 def _first_line(error: Exception) -> str:

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from beaconscope.errors import BeaconScopeError
-from beaconscope.models.hooks import BACKENDS, PREFIX, hook, is_hooked
+from beaconscope.models.hooks import BACKENDS, PREFIX, attention_modules, hook, is_hooked
 from beaconscope.models.probe import LayerInfo, probe
 
 
@@ -74,31 +73,3 @@ def tap(model: PreTrainedModel) -> TappedModel:
             added.remove()
         model.set_attn_implementation(current)
         raise
-
-
-def attention_modules(model: PreTrainedModel) -> dict[int, nn.Module]:
-    """Return the self-attention module of each layer of the decoder, by layer.
-
-    Raises
-    ------
-    BeaconScopeError
-        When a layer has none, or more than one.
-    """
-    config = model.config.get_text_config(decoder=True)
-    found: dict[int, nn.Module] = {}
-    for module in model.modules():
-        layer = getattr(module, "layer_idx", None)
-        if isinstance(layer, int) and type(module).__name__.endswith(("Attention", "MLA")):
-            if layer in found:
-                raise BeaconScopeError(
-                    f"{type(model).__name__} has more than one attention module in layer {layer}, which cannot be "
-                    "recorded"
-                )
-            found[layer] = module
-    missing = [layer for layer in range(config.num_hidden_layers) if layer not in found]
-    if missing:
-        raise BeaconScopeError(
-            f"{type(model).__name__} has no softmax attention in layer {missing[0]} (a linear or recurrent layer?), "
-            "which cannot be recorded"
-        )
-    return dict(sorted(found.items()))

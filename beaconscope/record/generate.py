@@ -6,16 +6,20 @@ queued, and once in a while on an accelerator, where the tokens drawn past an en
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from beaconscope.errors import BeaconScopeError
 from beaconscope.kv.cache import CompressedCache
 from beaconscope.models import cache_argument
+from beaconscope.models.finite import finite_logits
 from beaconscope.record.decoding import Decoding, Text
 from beaconscope.record.draw import Draw
 
@@ -38,6 +42,27 @@ class Written:
     """The last token ends the text."""
     done: bool = False
     """Nothing comes after the last token: it ends the text, or the limit is reached."""
+
+
+class NotFinite(BeaconScopeError):
+    """A model's logits are not finite, so that no token follows from them.
+
+    Parameters
+    ----------
+    row
+        Number of the sequence in the batch.
+    prompt
+        Tokens of its prompt.
+    ids
+        All tokens up to the one after which the logits are not finite, the prompt's included.
+    """
+
+    def __init__(self, row: int, prompt: int, ids: Sequence[int]) -> None:
+        self.row = row
+        self.ids = list(ids)
+        new = len(ids) - prompt
+        self.place = f"after {new} new token{'s' * (new != 1)}" if new else "after the prompt"
+        super().__init__(f"the model's logits are not finite {self.place}")
 
 
 class Generation:
@@ -102,7 +127,13 @@ class Generation:
         return [len(prompt) + len(row.tokens) for prompt, row in zip(self._prompts, self.written, strict=True)]
 
     def prefill(self, chunk: int | None) -> list[int]:
-        """Feed the prompts, in passes of ``chunk`` tokens or whole; returns the size of each pass."""
+        """Feed the prompts, in passes of ``chunk`` tokens or whole; returns the size of each pass.
+
+        Raises
+        ------
+        NotFinite
+            When the logits after a prompt are not finite.
+        """
         self._cache.expect_prompt(self._columns)
         sizes = []
         for start in range(0, self._columns, chunk or self._columns):
@@ -110,12 +141,21 @@ class Generation:
             position = (self._mask.cumsum(dim=1) - 1).clamp(min=0)[:, start:stop]
             self._logits = self._forward(self._ids[:, start:stop], position, stop)[:, -1]
             sizes.append(stop - start)
+        finite = finite_logits(self._logits).tolist()
+        if not all(finite):
+            self._stop(finite.index(False), [])
         return sizes
 
     def run(self, settled: Callable[[], bool]) -> None:
         """Write until every sequence ends or reaches its limit.
 
         ``settled`` is called whenever new tokens have arrived in :attr:`written`; True from it stops the loop.
+
+        Raises
+        ------
+        NotFinite
+            When the logits of a sequence are not finite. In :attr:`written` are the tokens before the one after which
+            they are not, since what the model makes of that one is not finite either.
         """
         if self._forced is not None:
             self._force(self._forced, settled)
@@ -123,7 +163,8 @@ class Generation:
         queues = _queues_work(self._device)
         reported, last = 0, time.monotonic()
         for step in range(1, max(self._limits) + 1):
-            token = self._draw(self._logits)
+            # Where steps are not settled one by one, what is not finite is drawn from before it is known.
+            token = self._draw(_drawable(self._logits) if queues else self._logits)
             self._note(token, self._logits)
             position = (self._prompt_lengths + step - 1)[:, None]
             self._logits = self._forward(token[:, None], position, self._columns + step)[:, -1]
@@ -184,20 +225,45 @@ class Generation:
         self._unsettled.append((token, log_probabilities.gather(-1, token[:, None])[:, 0], entropy))
 
     def _settle(self) -> None:
-        """Bring the tokens that wait to the host, up to the end of each text."""
+        """Bring the tokens that wait to the host, up to the end of each text.
+
+        A token is taken if the logits after it are finite, as those that it was drawn from are: then what the model
+        computed of it is.
+        """
         if not self._unsettled:
             return
         tokens, logprob, entropy = (torch.stack(part, dim=1).tolist() for part in zip(*self._unsettled, strict=True))
         self._unsettled.clear()
+        last = finite_logits(self._logits).tolist()
+        broken: tuple[int, int] | None = None  # the first sequence that is not finite, and the token after which
         for index, (row, limit) in enumerate(zip(self.written, self._limits, strict=True)):
-            for token, probability, nats in zip(tokens[index], logprob[index], entropy[index], strict=True):
+            # The entropy of logits that are not finite is not finite.
+            after = [*map(math.isfinite, entropy[index][1:]), last[index]]
+            for token, probability, nats, finite in zip(
+                tokens[index], logprob[index], entropy[index], after, strict=True
+            ):
                 if row.done:
+                    break
+                if not finite:
+                    broken = broken or (index, token)
                     break
                 row.tokens.append(token)
                 row.logprob.append(probability)
                 row.entropy.append(nats)
                 row.ended = self._forced is None and token in self._end_tokens
                 row.done = row.ended or len(row.tokens) == limit
+        if broken is not None:
+            index, token = broken
+            self._stop(index, [*self.written[index].tokens, token])
+
+    def _stop(self, row: int, tokens: Sequence[int]) -> NoReturn:
+        prompt = self._prompts[row]
+        raise NotFinite(row, len(prompt), [*prompt, *tokens])
+
+
+def _drawable(logits: Tensor) -> Tensor:
+    """The logits [B, V] with zeros in place of rows from which nothing can be drawn."""
+    return logits.masked_fill(~finite_logits(logits)[:, None], 0.0)
 
 
 def _queues_work(device: torch.device) -> bool:

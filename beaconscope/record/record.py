@@ -29,10 +29,11 @@ from beaconscope.errors import BeaconScopeError, UsageError, no_memory
 from beaconscope.kv.cache import CompressedCache
 from beaconscope.kv.policies import Full
 from beaconscope.models import TappedModel, is_bundled, tap, token_bytes
+from beaconscope.models.finite import explain_not_finite
 from beaconscope.progress import Note, Progress
 from beaconscope.record.decoding import Decoding
 from beaconscope.record.encode import check_prompts, count_unknown, encode_completion, encode_prompt
-from beaconscope.record.generate import Generation
+from beaconscope.record.generate import Generation, NotFinite
 from beaconscope.record.generation_config import resolve_decoding
 from beaconscope.record.options import RecordOptions, with_shadow
 from beaconscope.record.plan import Plan, make_plan
@@ -229,6 +230,8 @@ class _Job:
                 interrupted = run.generate()
                 for index, journal in enumerate(journals):
                     journal.finalize(run.closing(index, interrupted))
+        except NotFinite as error:
+            raise BeaconScopeError(self._not_finite(prompts, error, [])) from error
         except KeyboardInterrupt:
             left = _left(outputs)
             if not left:
@@ -245,7 +248,11 @@ class _Job:
             if not left or not no_memory(error):
                 raise
             raise BeaconScopeError(f"no memory is left; {left}") from error
+        if run.stopped is not None:
+            cut = [output for output, row in zip(outputs, run.generation.written, strict=True) if not row.done]
+            raise BeaconScopeError(self._not_finite(prompts, run.stopped, cut)) from run.stopped
         self._note_unopened(texts, run)
+        self._note_not_finite(prompts, run)
         if not interrupted:
             self._note_cache(prompts, run)
         return interrupted
@@ -276,7 +283,11 @@ class _Job:
 
     def _say(self, prompts: Sequence[Prompt], text: str) -> None:
         """Tell what is worth knowing of a batch."""
-        self._note(f"Prompt{'s' if len(prompts) > 1 else ''}{self._named(prompts)}: {text}" if self._many else text)
+        self._note(self._of(prompts, text))
+
+    def _of(self, prompts: Sequence[Prompt], text: str) -> str:
+        """A text about a batch, with the prompts' names where there are many."""
+        return f"Prompt{'s' if len(prompts) > 1 else ''}{self._named(prompts)}: {text}" if self._many else text
 
     def _note_once(self, notes: list[str]) -> None:
         """Tell what holds for every batch, and not again."""
@@ -304,8 +315,33 @@ class _Job:
         if policy.capacity is not None and longest < policy.capacity:
             text = f"The cache never filled: {longest} tokens, {policy.capacity} slots. Nothing was compressed"
             most = longest - policy.interval
-            remedy = f"; a --budget of at most {most} would have." if most > policy.protected else "."
+            remedy = f"; a --budget of at most {most} would have." if most >= policy.least_budget else "."
             self._say(prompts, text + remedy)
+
+    def _not_finite(self, prompts: Sequence[Prompt], error: NotFinite, kept: Sequence[Path]) -> str:
+        """Say that a recording stopped at logits that are not finite, why, and where what came before is."""
+        of_prompt = f" of prompt{self._named([prompts[error.row]])}" if self._many else ""
+        text = f"the model's logits{of_prompt} are not finite {error.place}: "
+        text += explain_not_finite(self._tapped.model, error.ids)
+        if kept:
+            text += f"; what was recorded before is in {' and '.join(map(str, kept))}, marked as cut"
+        return text
+
+    def _note_not_finite(self, prompts: Sequence[Prompt], run: _Run) -> None:
+        """Say when what was recorded of a head is not finite, though the logits are."""
+        if not run.not_finite:
+            return
+        named = [
+            f"layer {layer} head {head} ({count} position{'s' * (count != 1)})"
+            for (layer, head), count in sorted(run.not_finite.items())
+        ]
+        if len(named) > _NAMES:
+            named[_NAMES - 1 :] = [f"{len(named) - _NAMES + 1} more heads"]
+        text = (
+            f"Queries, keys or values are not finite in {' and '.join(named)}, though the logits are; analyze and "
+            "replay leave them out."
+        )
+        self._warn(self._of(prompts, text))
 
     def _metadata(self, text: _Text, max_length: int) -> dict[str, Any]:
         model = self._tapped.model
@@ -408,6 +444,7 @@ class _Run:
         self._journals = journals
         self._tokenizer = tokenizer
         self._progress = progress
+        self._layout = plan.layout
         self._recorder = Recorder(plan.layout, options.sink_positions, options.local_window, self._write_heads)
         kinds = kinds_of_tokens(tapped.model, tokenizer) if options.policy.needs_kinds else None
         self.cache = CompressedCache(
@@ -426,9 +463,19 @@ class _Run:
         self._tokens_written = [0 for _ in texts]
         self._prefill: list[int] = []
         self._seconds = {"prefill": 0.0, "decode": 0.0}
+        self.stopped: NotFinite | None = None
+        """Why it ended early, where logits were not finite."""
+        self.not_finite: dict[tuple[int, int], int] = {}
+        """Positions at which a query, key or value is not finite, by layer and KV head, where there are any."""
 
     def generate(self) -> bool:
-        """Generate and hand everything to the journals; True when it was interrupted."""
+        """Generate and hand everything to the journals; True when it was interrupted.
+
+        Raises
+        ------
+        NotFinite
+            When the logits after a prompt are not finite; nothing was handed over then.
+        """
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
         with _interruptible() as interrupted, torch.inference_mode():
@@ -443,7 +490,11 @@ class _Run:
                 return interrupted.is_set()
 
             if not interrupted.is_set():
-                self.generation.run(settled)
+                try:
+                    self.generation.run(settled)
+                except NotFinite as error:
+                    self.stopped = error
+                    self._settled()
             self._recorder.hand_over(self.generation.lengths)
             self._seconds["decode"] = time.perf_counter() - started
             return interrupted.is_set()
@@ -479,6 +530,13 @@ class _Run:
         self._tokens_written[index] = length
 
     def _write_heads(self, row: int, block: HeadBlock) -> None:
+        parts = [part for part in (block.query, block.key, block.value) if part is not None]
+        if not all(np.isfinite(part).all() for part in parts):
+            finite = [np.isfinite(part).reshape(*part.shape[:2], -1).all(axis=-1) for part in parts]  # [T, H] each
+            missing = (~np.logical_and.reduce(finite)).sum(axis=0).tolist()
+            for head, count in zip(self._layout.of(block.layer).kv_heads, missing, strict=True):
+                if count:
+                    self.not_finite[block.layer, head] = self.not_finite.get((block.layer, head), 0) + count
         self._journals[row].append(block)
 
     def closing(self, index: int, interrupted: bool) -> dict[str, Any]:
@@ -486,11 +544,19 @@ class _Run:
         row = self.generation.written[index]
         tokens = max(len(each.tokens) for each in self.generation.written)
         decode = self._seconds["decode"]
-        cut = interrupted and not row.done
+        cut = (interrupted or self.stopped is not None) and not row.done
+        reason = "interrupted by the user"
+        if self.stopped is not None:
+            other = self._texts[self.stopped.row].prompt.id
+            reason = (
+                str(self.stopped)
+                if index == self.stopped.row
+                else f"the model's logits are not finite in prompt {other}, which ran in the same batch"
+            )
         return {
             "text": self._tokenizer.decode(self._texts[index].ids + row.tokens),
             "whole": not cut,
-            "cut_reason": "interrupted by the user" if cut else None,
+            "cut_reason": reason if cut else None,
             "ended": row.ended,
             "prefill_passes": self._prefill,
             "shared_layers": self.cache.shared_layers,

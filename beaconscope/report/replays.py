@@ -47,6 +47,8 @@ def _is_setting(row: Any, figure: str) -> bool:
         and isinstance(row.get("params"), dict | None)
         and isinstance(row.get(figure), int | float | None)
         and isinstance(row.get("spread"), int | float | None)
-        and isinstance(row.get("kv_bytes"), int | float)
-        and 0 < row["kv_bytes"] < 1e18
+        and (
+            # It is not known what a head kept of which nothing could be measured.
+            row.get("kv_bytes") is None or (isinstance(row["kv_bytes"], int | float) and 0 < row["kv_bytes"] < 1e18)
+        )
     )

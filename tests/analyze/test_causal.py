@@ -93,6 +93,14 @@ def test_sliding_layers_see_their_window_only(model):
     assert np.allclose(logprob[PROMPT - 1 : -1], logprob_with(model, token_id, None)[PROMPT - 1 :], atol=1e-4)
 
 
+def test_logits_that_are_not_finite_are_no_gain():
+    model = tiny_model()
+    model.model.layers[1].mlp.down_proj.weight.data[0, 0] = float("nan")
+    token_id = torch.randint(0, 250, (LENGTH,), generator=torch.Generator().manual_seed(0))
+    with pytest.raises(BeaconScopeError, match=r"not finite after \d+ of \d+ tokens: .* that of layer 1; "):
+        long_range_gain(model, token_id, PROMPT, sentences(), WINDOW, SINKS)
+
+
 def test_a_model_that_cannot_be_blinded_is_refused():
     with pytest.raises(BeaconScopeError, match="tokens that this model lacks"):
         long_range_gain(tiny_model(), torch.full((LENGTH,), 5000), PROMPT, sentences(), WINDOW, SINKS)

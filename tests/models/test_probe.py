@@ -145,12 +145,22 @@ def test_attention_that_disagrees_with_its_facts_is_refused(change, reason):
             tap(model)
 
 
-@pytest.mark.parametrize(("dtype", "remedy"), [(torch.float16, "--dtype bfloat16"), (torch.float32, "fetch it again")])
-def test_numbers_that_are_not_finite_are_refused(dtype, remedy):
-    model = tiny_model("llama").to(dtype)
+def test_numbers_that_are_not_finite_are_refused():
+    model = tiny_model("llama")
     with torch.no_grad():
         model.model.layers[1].self_attn.k_proj.weight[0, 0] = float("nan")
-    with refused(f"the attention of layer 1 of LlamaForCausalLM computes numbers that are not finite.*{remedy}"):
+    with refused(
+        "the attention of layer 1 of LlamaForCausalLM computes numbers that are not finite in float32; "
+        "the weight .*layers.1.self_attn.k_proj.weight holds nan"
+    ):
+        tap(model)
+
+
+def test_float16_that_overflows_is_refused_with_the_remedy():
+    model = tiny_model("llama").to(torch.float16)
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight.fill_(60000)
+    with refused("the attention of layer 1 of LlamaForCausalLM .* in float16; .*--dtype bfloat16"):
         tap(model)
 
 
@@ -158,7 +168,7 @@ def test_logits_that_are_not_finite_are_refused():
     model = tiny_model("llama", tie_word_embeddings=False)
     with torch.no_grad():
         model.lm_head.weight[3] = float("nan")
-    with refused("the output layer of LlamaForCausalLM computes numbers that are not finite in float32"):
+    with refused("the language-model head of LlamaForCausalLM computes numbers that are not finite in float32"):
         tap(model)
 
 
