@@ -135,8 +135,10 @@ def probe(model: PreTrainedModel, backend: str, modules: Mapping[int, nn.Module]
     """
     with torch.no_grad(), _evaluating(model):
         positions = _feed_positions(model, modules)
+        # Without a mask, where nothing is hidden, a backend may do something else than with one.
+        unbounded = _feed_text(model, modules)
         with _small_bounds(model) as bounds:
-            native = _feed_text(model, modules)
+            native = _feed_text(model, modules) if bounds else unbounded
             eager = native
             if backend != "eager":
                 model.set_attn_implementation(PREFIX + "eager")
@@ -144,7 +146,7 @@ def probe(model: PreTrainedModel, backend: str, modules: Mapping[int, nn.Module]
                     eager = _feed_text(model, modules)
                 finally:
                     model.set_attn_implementation(PREFIX + backend)
-        seen = zip(positions, eager, native, strict=True)
+        seen = zip(positions, eager, native, unbounded, strict=True)
         return tuple(_layer_info(model, *of_layer, bounds) for of_layer in seen)
 
 
@@ -225,7 +227,12 @@ def _first_line(error: Exception) -> str:
 
 
 def _layer_info(
-    model: PreTrainedModel, at_positions: _Seen, eager: _Seen, native: _Seen, bounds: Mapping[int, int]
+    model: PreTrainedModel,
+    at_positions: _Seen,
+    eager: _Seen,
+    native: _Seen,
+    unbounded: _Seen,
+    bounds: Mapping[int, int],
 ) -> LayerInfo:
     """Read off one layer and prove it."""
     call, attention = eager.call, eager.attention
@@ -248,8 +255,13 @@ def _layer_info(
     )
     visible = _visible(where, attention)
     info = _with_bounds(where, info, visible)
-    _prove(where, info, eager, native)
-    return replace(info, window=_as_set(info.window, bounds), chunk=_as_set(info.chunk, bounds))
+    _prove_weights(where, info, eager)
+    for seen in {id(each): each for each in (eager, native)}.values():
+        _prove_output(where, info, seen)
+    info = replace(info, window=_as_set(info.window, bounds), chunk=_as_set(info.chunk, bounds))
+    if unbounded is not native:
+        _prove_output(where, info, unbounded)
+    return info
 
 
 def _check_entries(where: str, seen: _Seen) -> None:
@@ -329,8 +341,8 @@ def _bidirectional(where: str) -> str:
     return f"{where} lets a token see later ones (bidirectional attention), so it cannot be recorded"
 
 
-def _prove(where: str, info: LayerInfo, eager: _Seen, native: _Seen) -> None:
-    """Compute the attention of the random text again and compare it with the model's own."""
+def _prove_weights(where: str, info: LayerInfo, eager: _Seen) -> None:
+    """Compute the attention of the random text again and compare it with that of the eager function."""
     weights = _recomputed(info, eager.attention)
     theirs = _eager_weights(eager)
     if theirs is not None:
@@ -342,15 +354,18 @@ def _prove(where: str, info: LayerInfo, eager: _Seen, native: _Seen) -> None:
                 f"{where} does not attend as its queries, keys and mask say (weights differ by up to {apart:.2g}), so "
                 "it cannot be recorded"
             )
-    for seen in {id(each): each for each in (eager, native)}.values():
-        ours = _output(_recomputed(info, seen.attention), seen.attention.value)  # [B, T, Hq, Dv]
-        output = seen.attention.output.float().view_as(ours)
-        apart = float((ours - output).abs().max() / output.abs().max().clamp(min=1e-6))
-        if not apart <= (_APART if seen.attention.query.dtype in (torch.float32, torch.float64) else _APART_HALF):
-            raise BeaconScopeError(
-                f"{where} does not give the output of softmax attention with its queries, keys and values (off by up "
-                f"to {100 * apart:.2g} %), so it cannot be recorded"
-            )
+
+
+def _prove_output(where: str, info: LayerInfo, seen: _Seen) -> None:
+    """Compute the output of a layer for the random text again and compare it with its own."""
+    ours = _output(_recomputed(info, seen.attention), seen.attention.value)  # [B, T, Hq, Dv]
+    output = seen.attention.output.float().view_as(ours)
+    apart = float((ours - output).abs().max() / output.abs().max().clamp(min=1e-6))
+    if not apart <= (_APART if seen.attention.query.dtype in (torch.float32, torch.float64) else _APART_HALF):
+        raise BeaconScopeError(
+            f"{where} does not give the output of softmax attention with its queries, keys and values (off by up to "
+            f"{100 * apart:.2g} %), so it cannot be recorded"
+        )
 
 
 def _recomputed(info: LayerInfo, attention: AttentionInputs) -> Tensor:
