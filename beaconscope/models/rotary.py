@@ -82,7 +82,7 @@ def _candidates(
     if handed is not None:
         yield from _from_function(module, handed, positions, model, size)
     dtype = torch.float32 if handed is None else handed[0].dtype
-    for inv_freq, scaling, limit in _frequencies(model):
+    for inv_freq, scaling, limit in (*_frequencies(model), *_conventional(module)):
         rotated = 2 * len(inv_freq)
         if rotated > size:
             continue
@@ -188,6 +188,14 @@ def _frequencies(model: nn.Module) -> list[tuple[Tensor, float, int | None]]:
         # A copy: dynamic rotary changes its buffer as a sequence grows.
         found.append((buffer.detach().float().cpu().clone(), scaling, limit))
     return found
+
+
+def _conventional(module: nn.Module) -> list[tuple[Tensor, float, int | None]]:
+    """Return the frequencies, to base 10,000, of a layer that keeps sines and cosines in a table (GPT-J, CodeGen)."""
+    rotated = getattr(module, "rotary_dim", None)
+    if not isinstance(rotated, int) or rotated < 2:
+        return []
+    return [(1.0 / 10_000.0 ** (torch.arange(0, rotated, 2).float() / rotated), 1.0, None)]
 
 
 def _made_of(cos: Tensor, inv_freq: Tensor, scaling: float, positions: Tensor) -> bool:
