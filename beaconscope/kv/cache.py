@@ -227,7 +227,7 @@ class CompressedCache(TappedCache):
         return super().get_seq_length(layer_idx)
 
     def _positions(self, call: LayerCall) -> Tensor | None:
-        """Return the positions of a pass, [B or 1, T], where they are known; not every model hands them to its layers."""
+        """Return the positions of a pass, [B or 1, T], where known; not every model hands them to its layers."""
         given = self._position_ids if call.position_ids is None else call.position_ids
         return given if given is not None and given.dim() == 2 else None
 
