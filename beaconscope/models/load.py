@@ -333,6 +333,8 @@ def _locate(options: LoadOptions) -> _Source:
     arguments: dict[str, Any] = {"trust_remote_code": options.trust_remote_code}
     if options.revision is not None:
         arguments["revision"] = options.revision
+    if os.path.exists(path):
+        _check_encoding(path, name)
     if os.path.isdir(path):
         return _Source(str(path), arguments, path)
     if os.path.islink(path) and not os.path.exists(path):
@@ -351,6 +353,18 @@ def _locate(options: LoadOptions) -> _Source:
     if _hub_is_unknown():
         arguments["local_files_only"] = True
     return _Source(name, arguments, None)
+
+
+def _check_encoding(path: Path, name: str) -> None:
+    """Refuse a path that the libraries would not find: whatever the locale, they take paths for UTF-8."""
+    data = os.fsencode(path)
+    if data == str(path).encode("utf-8", "replace"):
+        return
+    try:
+        data.decode("utf-8")
+    except UnicodeDecodeError:
+        raise BeaconScopeError(f"the name of {name} is not UTF-8, which transformers needs; rename it") from None
+    raise BeaconScopeError(f"transformers cannot find {name} in this locale; set PYTHONUTF8=1 and run this again")
 
 
 def _check_gguf(path: Path, name: str) -> None:
