@@ -107,7 +107,7 @@ def load_tokenizer(options: LoadOptions) -> PreTrainedTokenizerBase:
     if "gguf_file" not in source.arguments:
         with _library_errors(source, options, "configuration"):
             config = AutoConfig.from_pretrained(source.path, **source.arguments)
-        _check_causal(options.model, config)
+        _check_config(options.model, config)
     with _library_errors(source, options, "tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(source.path, **source.arguments)
         # Where files are missing, transformers makes up a tokenizer that has special tokens only.
@@ -127,7 +127,7 @@ def load_model(options: LoadOptions, tokenizer: PreTrainedTokenizerBase | None =
     options
         Which, and how.
     tokenizer
-        Of the same model, from :func:`load_tokenizer`; loaded here by default.
+        Of the same model, from ``beaconscope.models.load_tokenizer``; loaded here by default.
 
     Raises
     ------
@@ -294,13 +294,16 @@ def _meant(path: Path) -> str:
     return f"; did you mean {likely[close[0]]}?" if close else ""
 
 
-def _check_causal(model: str, config: PreTrainedConfig) -> None:
-    """Refuse a model that cannot write text token by token."""
+def _check_config(model: str, config: PreTrainedConfig) -> None:
+    """Refuse a model that cannot write text token by token, or has no layers."""
     own = getattr(config, "auto_map", None) or {}
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and "AutoModelForCausalLM" not in own:
         raise BeaconScopeError(
             f"{model} is not a causal language model (its model_type is {config.model_type}); give one that is"
         )
+    layers = getattr(config.get_text_config(decoder=True), "num_hidden_layers", None)
+    if isinstance(layers, int) and layers < 1:
+        raise BeaconScopeError(f"{model} has {layers} layers by its config.json; fetch it again")
 
 
 def _check_weights(model: str, found: Mapping[str, Any]) -> None:
