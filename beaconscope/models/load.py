@@ -226,8 +226,7 @@ def _library_errors(source: _Source, options: LoadOptions, part: _Part) -> Itera
             ) from error
         if part == "tokenizer" and source.folder is not None and (lack := what_a_tokenizer_lacks(source.folder)):
             raise BeaconScopeError(f"the tokenizer of {name} {lack}") from error
-        # An OSError says that the hub has no such model, or cannot be reached.
-        what = f"the model {name}" if part == "model" or isinstance(error, OSError) else f"the {part} of {name}"
+        what = f"the {part} of {name}" if source.folder is not None and part != "model" else f"the model {name}"
         remedy = _remedy(error, source, options, part)
         raise BeaconScopeError(f"cannot load {what}: {_reason(error)}{remedy}") from error
 
