@@ -41,9 +41,9 @@ BUNDLED_FOLDER = Path(__file__).resolve().parents[1] / "reasoner" / "model"
 _CLOSE = 0.8
 """Likeness from which on one name may be meant by another."""
 _FEWEST_TOKENS = 2
-"""Of a vocabulary that is one, special and added tokens apart."""
+"""Fewest tokens of a vocabulary; special and added tokens do not count."""
 _LONGEST_REASON = 300
-"""Letters of what the library says."""
+"""Characters that are quoted of an error of the library."""
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 Dtype = Literal["auto", "float32", "float16", "bfloat16"]
@@ -204,7 +204,7 @@ def pick_device(name: str) -> torch.device:
 
 @contextmanager
 def _library_errors(source: _Source, options: LoadOptions, part: _Part) -> Iterator[None]:
-    """Say in one line what the library has against a part of a model; it answers faults with errors of any kind."""
+    """Turn errors of the library about a part of a model into one line; they are of any type and length."""
     name = options.model
     try:
         yield
@@ -232,7 +232,7 @@ def _library_errors(source: _Source, options: LoadOptions, part: _Part) -> Itera
 
 
 def _reason(error: Exception) -> str:
-    """What an error says, on one line that is not too long; its type where its text needs it."""
+    """Return the text of an error as one line of limited length, after its type where the text alone is unclear."""
     text = _ANSI.sub("", str(error))
     if not text or not isinstance(error, OSError | ValueError | RuntimeError | ImportError):
         text = f"{type(error).__name__}: {text}"
@@ -240,7 +240,7 @@ def _reason(error: Exception) -> str:
 
 
 def _remedy(error: Exception, source: _Source, options: LoadOptions, part: _Part) -> str:
-    """What to do about an error of the library, after a semicolon; empty where the error says it."""
+    """Return what to do about an error of the library, after a semicolon; empty if the error says it."""
     said = str(error)
     if _of_the_hub(error):
         return f"{_meant(Path(options.model))}; the bundled model needs no hub: --model {BUNDLED}"
