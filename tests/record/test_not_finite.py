@@ -254,6 +254,20 @@ def test_what_only_a_cache_makes_infinite_is_not_blamed_on_a_layer(tmp_path, onc
         record_tiny(tiny_model(), tmp_path)
 
 
+def test_a_pass_that_fails_does_not_hide_why_it_stopped(tmp_path, once_tapped):
+    def damage(model):
+        def refuse(module, args, kwargs):
+            if not kwargs.get("use_cache"):
+                raise RuntimeError("this needs a cache")
+
+        break_at(1, 41)(model)
+        model.register_forward_pre_hook(refuse, with_kwargs=True)
+
+    once_tapped(damage)
+    with pytest.raises(BeaconScopeError, match=r"10 new tokens: the pass .* fails \(this needs a cache\);"):
+        record_tiny(tiny_model(), tmp_path)
+
+
 def test_a_head_that_is_not_finite_though_the_logits_are_is_said(tmp_path, monkeypatch):
     notes = []
     spoils = [
