@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from beaconscope.errors import no_memory
-from beaconscope.models.tap import attention_modules
+from beaconscope.models.hooks import attention_modules
 
 _CHECKED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """Types of weights that may hold numbers that are not finite; quantized ones are not looked at."""
@@ -53,7 +53,7 @@ def explain_not_finite(model: PreTrainedModel, ids: Sequence[int]) -> str:
         # What stopped the model matters more than why this pass does not tell where.
         reason = "no memory is left" if no_memory(error) else (str(error).strip().splitlines() or ["it fails"])[0]
         found = f"the pass that would find the layer fails ({reason})"
-    return f"{found}; {_remedy(model)}"
+    return f"{found}; {finite_remedy(model)}"
 
 
 @torch.inference_mode()
@@ -92,8 +92,8 @@ def _decoder_layers(model: PreTrainedModel) -> dict[int, nn.Module]:
     }
 
 
-def _remedy(model: PreTrainedModel) -> str:
-    """What to do, by the type of the weights and whether they are finite themselves."""
+def finite_remedy(model: PreTrainedModel) -> str:
+    """Return what to do, by the type of the weights and whether they are finite themselves."""
     dtype = str(model.dtype).removeprefix("torch.")
     half = model.dtype == torch.float16
     for name, weight in model.named_parameters():

@@ -14,21 +14,14 @@ from typing import NoReturn
 
 import torch
 from torch import Tensor
-from transformers import (
-    LogitsProcessorList,
-    MinPLogitsWarper,
-    PreTrainedModel,
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers import PreTrainedModel
 
 from beaconscope.errors import BeaconScopeError
 from beaconscope.kv.cache import CompressedCache
 from beaconscope.models import cache_argument
 from beaconscope.models.finite import finite_logits
-from beaconscope.record.options import Sampling
+from beaconscope.record.decoding import Decoding, Text
+from beaconscope.record.draw import Draw
 
 _SETTLE_STEPS = 32
 _SETTLE_SECONDS = 0.5
@@ -42,9 +35,9 @@ class Written:
 
     tokens: list[int] = field(default_factory=list)
     logprob: list[float] = field(default_factory=list)
-    """Of each token under the model, before sampling options."""
+    """Of each token under the model, before any generation setting changes the logits."""
     entropy: list[float] = field(default_factory=list)
-    """Of the model's distribution that each token was drawn from, nats."""
+    """Of the model's distribution for each token, before any generation setting changes the logits, nats."""
     ended: bool = False
     """The last token ends the text."""
     done: bool = False
@@ -83,8 +76,8 @@ class Generation:
         A fresh cache of that model.
     prompts
         Token ids of each prompt; shorter ones are padded on the left.
-    sampling
-        How tokens are drawn.
+    decoding
+        How tokens are chosen.
     limits
         New tokens of each sequence at most.
     end_tokens
@@ -98,7 +91,7 @@ class Generation:
         model: PreTrainedModel,
         cache: CompressedCache,
         prompts: Sequence[Sequence[int]],
-        sampling: Sampling,
+        decoding: Decoding,
         limits: Sequence[int],
         end_tokens: frozenset[int],
         forced: Sequence[int] | None = None,
@@ -122,7 +115,9 @@ class Generation:
             device=self._device,
         )
         self._prompt_lengths = torch.tensor([len(prompt) for prompt in prompts], device=self._device)  # [B]
-        self._draw = _Draw(sampling, self._ids, self._mask)
+        ends = tuple(sorted(end_tokens))
+        texts = [Text(prompt, limit, ends) for prompt, limit in zip(prompts, limits, strict=True)]
+        self._draw = Draw(decoding, texts, self._device)
         self._unsettled: list[tuple[Tensor, Tensor, Tensor]] = []  # tokens, logprob, entropy, each [B]
         self.written = [Written() for _ in prompts]
 
@@ -179,6 +174,7 @@ class Generation:
             if due or self._done or step == max(self._limits):
                 self._settle()
                 reported, last = step, time.monotonic()
+                self._draw.check([len(row.tokens) for row in self.written])
                 if settled() or self._done:
                     return
 
@@ -223,7 +219,7 @@ class Generation:
         return output.logits.float()  # type: ignore[no-any-return]
 
     def _note(self, token: Tensor, logits: Tensor) -> None:
-        """Let tokens [B], drawn from ``logits`` [B, V], wait to be settled."""
+        """Let tokens [B], chosen after ``logits`` [B, V], wait to be settled."""
         log_probabilities = logits.log_softmax(dim=-1)
         entropy = -(log_probabilities.exp() * log_probabilities.clamp(min=torch.finfo(torch.float32).min)).sum(dim=-1)
         self._unsettled.append((token, log_probabilities.gather(-1, token[:, None])[:, 0], entropy))
@@ -273,43 +269,3 @@ def _drawable(logits: Tensor) -> Tensor:
 def _queues_work(device: torch.device) -> bool:
     """Whether a device works behind the host's back, so that to look at a result is to wait for it."""
     return device.type != "cpu"
-
-
-class _Draw:
-    """Draws the next token of each sequence, each from a stream of random numbers of its own."""
-
-    def __init__(self, sampling: Sampling, ids: Tensor, mask: Tensor) -> None:
-        self._greedy = sampling.temperature == 0
-        # What occurs is penalised once, however often: where padding was, a prompt's last token does no harm.
-        self._ids = torch.where(mask.bool(), ids, ids[:, -1:])
-        self._processors = LogitsProcessorList()
-        if self._greedy:
-            return
-        if sampling.repetition_penalty != 1:
-            self._processors.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
-        if sampling.temperature != 1:
-            self._processors.append(TemperatureLogitsWarper(sampling.temperature))
-        if sampling.top_k:
-            self._processors.append(TopKLogitsWarper(sampling.top_k))
-        if sampling.top_p < 1:
-            self._processors.append(TopPLogitsWarper(sampling.top_p))
-        if sampling.min_p:
-            self._processors.append(MinPLogitsWarper(sampling.min_p))
-        self._penalty = sampling.repetition_penalty != 1
-        self._streams = [torch.Generator(ids.device).manual_seed(sampling.seed) for _ in range(ids.shape[0])]
-
-    def __call__(self, logits: Tensor) -> Tensor:
-        """Tokens [B] drawn from ``logits`` [B, V]."""
-        if self._greedy:
-            return logits.argmax(dim=-1)
-        scores = self._processors(self._ids, logits)  # type: ignore[arg-type]
-        probabilities = scores.softmax(dim=-1)
-        token = torch.cat(
-            [
-                torch.multinomial(row, 1, generator=stream)
-                for row, stream in zip(probabilities, self._streams, strict=True)
-            ]
-        )
-        if self._penalty:
-            self._ids = torch.cat([self._ids, token[:, None]], dim=1)
-        return token

@@ -2,8 +2,8 @@
 
 1. *Teacher-forced*: the same tokens are fed through the full cache and through each setting, block by block, and the
    two distributions of the next token are compared where they stand, so that no more than a block of them is held.
-2. *Free-running*: each setting, and the full cache, writes on from the prompt with the sampling options and the seed of
-   the recording.
+2. *Free-running*: each setting, and the full cache, writes on from the prompt with the generation settings and the seed
+   of the recording, those that came from the model included.
 
 The full cache is what the others are compared with, not the recording, which may have been made with another cache.
 A setting that evicted nothing did what the full cache does. Nothing was measured of it then, so it has no measures.
@@ -28,10 +28,11 @@ from beaconscope.kv.layer import CompressedLayer
 from beaconscope.kv.policies import Full, Policy
 from beaconscope.models import TappedModel, cache_argument, tap, token_bytes
 from beaconscope.models.finite import explain_not_finite, finite_logits
-from beaconscope.models.tap import LayerCall
+from beaconscope.models.hooks import LayerCall
 from beaconscope.progress import Progress
+from beaconscope.record.decoding import Decoding
 from beaconscope.record.generate import Generation, NotFinite
-from beaconscope.record.options import Sampling
+from beaconscope.record.generation_config import check_decoding
 from beaconscope.record.vocabulary import end_tokens, kinds_of_tokens
 from beaconscope.trace import Trace, split_phases
 from beaconscope.trace.facts import prefill_passes
@@ -149,13 +150,13 @@ def check_live(
 class _CountingCache(CompressedCache):
     """A cache that knows how many of its entries were gone when each forward pass began."""
 
-    def __init__(self, tapped: TappedModel, policy: Policy, token_kinds: Tensor | None) -> None:
-        super().__init__(tapped, policy, token_kinds=token_kinds)
+    def __init__(self, tapped: TappedModel, policy: Policy, token_kinds: Tensor | None, max_length: int | None) -> None:
+        super().__init__(tapped, policy, token_kinds=token_kinds, max_length=max_length)
         self._first = next((layer.layer for layer in self.compressed_layers), None)
         self._gone: dict[int, int | Tensor] = {}  # by the position of the first token of a pass
 
     def begin(self, call: LayerCall) -> None:
-        """See :class:`~beaconscope.models.tap.TappedCache`."""
+        """See :class:`~beaconscope.models.hooks.TappedCache`."""
         super().begin(call)
         if call.layer == self._first:
             layers = [layer for layer in self.compressed_layers if layer.lanes]
@@ -200,20 +201,23 @@ class _Runs:
         try:
             # A chain of thought that was given says nothing of how long the model's own may be.
             limit = generated if options["teacher_forced"] else int(options["max_new_tokens"])
-            self._sampling = Sampling(**options["sampling"])
+            self._decoding = Decoding.of_trace(options)
+            check_decoding(self._decoding, tapped.model)
             self._chunk = None if options["prefill_chunk"] is None else max(1, int(options["prefill_chunk"]))
             self._markers = str(options["think_open"]), str(options["think_close"])
         except (KeyError, TypeError, ValueError) as error:
             raise BeaconScopeError(f"{trace.path} does not say how it was generated; record it again") from error
-        context = getattr(tapped.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-        self._limit = limit if context is None else min(limit, context - len(prompt))
+        # As far as the model can go, as in the recording.
+        ends = [end for end in (tapped.context, tapped.rotary_limit) if end is not None]
+        self._limit = min([limit, *(end - len(prompt) for end in ends)])
+        self._max_length = len(prompt) + max(generated, self._limit)
         self._total = len(policies) * (generated + self._limit)
         self._done = 0
         self._progress = progress
 
     def _cache(self, policy: Policy) -> _CountingCache:
         kinds = kinds_of_tokens(self._tapped.model, self._tokenizer) if policy.needs_kinds else None
-        return _CountingCache(self._tapped, policy, kinds)
+        return _CountingCache(self._tapped, policy, token_kinds=kinds, max_length=self._max_length)
 
     def _fed(self, tokens: int) -> None:
         self._done += tokens
@@ -268,7 +272,7 @@ class _Runs:
             self._tapped.model,
             cache,
             [self._prompt],
-            self._sampling,
+            self._decoding,
             [self._limit],
             end_tokens(self._tapped.model, self._tokenizer),
         )

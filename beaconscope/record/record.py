@@ -27,18 +27,21 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from beaconscope.errors import BeaconScopeError, UsageError, no_memory
 from beaconscope.kv.cache import CompressedCache
+from beaconscope.kv.policies import Full
 from beaconscope.models import TappedModel, is_bundled, tap, token_bytes
 from beaconscope.models.finite import explain_not_finite
 from beaconscope.progress import Note, Progress
-from beaconscope.record.encode import count_unknown, encode_completion, encode_prompt
+from beaconscope.record.decoding import Decoding
+from beaconscope.record.encode import check_prompts, count_unknown, encode_completion, encode_prompt
 from beaconscope.record.generate import Generation, NotFinite
+from beaconscope.record.generation_config import resolve_decoding
 from beaconscope.record.options import RecordOptions, with_shadow
 from beaconscope.record.plan import Plan, make_plan
 from beaconscope.record.prompts import Prompt
 from beaconscope.record.recorder import Recorder
 from beaconscope.record.traces import find_unfinished, prompt_batches, traces_folder
 from beaconscope.record.vocabulary import end_tokens, kinds_of_tokens, special_ids
-from beaconscope.trace import HeadBlock, Journal, TokenBlock, Trace, journal_path, load_trace
+from beaconscope.trace import HeadBlock, Journal, TokenBlock, Trace, journal_path, load_trace, split_phases
 
 _LIBRARIES = ("torch", "transformers", "numpy", "pyarrow")
 _NAMES = 3
@@ -90,8 +93,10 @@ def record(
     KeyboardInterrupt
         When a second SIGINT arrives before the trace is written; the message says how to recover it.
     """
-    job = _Job(model, tokenizer, options or RecordOptions(), model_id, revision, progress, note)
-    entry = Prompt("prompt", prompt, completion=job.options.completion)
+    options = options or RecordOptions()
+    entry = Prompt("prompt", prompt, completion=options.completion)
+    check_prompts(tokenizer, [entry], options, many=False)
+    job = _Job(model, tokenizer, options, model_id, revision, progress, note)
     job.run([entry], [Path(output)], force)
     return load_trace(Path(output))
 
@@ -131,8 +136,11 @@ def record_prompts(
         raise UsageError(f"batch-size is {batch_size}; give at least 1")
     if options is not None and options.completion is not None:
         raise UsageError("a completion belongs to one prompt; give each prompt its own")
+    options = options or RecordOptions()
     paths, unfinished = find_unfinished(prompts, Path(folder), force=force, note=note)
-    job = _Job(model, tokenizer, options or RecordOptions(), model_id, revision, progress, note, many=True)
+    # All of them now, so that the last one is not refused after hours.
+    check_prompts(tokenizer, unfinished, options)
+    job = _Job(model, tokenizer, options, model_id, revision, progress, note, many=True)
     with traces_folder(Path(folder)):
         for batch in prompt_batches(unfinished, batch_size):
             try:
@@ -173,6 +181,8 @@ class _Job:
         self._tokenizer = tokenizer
         self._model_id = model_id or getattr(model.config, "_name_or_path", "") or type(model).__name__
         self._revision = revision
+        self._decoding, self._decoding_notes = resolve_decoding(model, options.sampling)
+        self._seed_notes = _idle_seed(self.options, self._decoding)
         self._progress = progress or (lambda done, total: None)
         self._note = note or (lambda text: None)
         # Who asked for no notes has to know of it all the same.
@@ -195,13 +205,28 @@ class _Job:
         )
         for line in plan.notes:
             self._say(prompts, line)
+        self._note_once(self._seed_notes)
+        if forced is None:
+            self._note_once(self._decoding_notes)
         try:
             with ExitStack() as stack:
                 journals = [
-                    stack.enter_context(Journal.create(output, plan.layout, self._metadata(text), force=force))
+                    stack.enter_context(
+                        Journal.create(output, plan.layout, self._metadata(text, plan.max_length), force=force)
+                    )
                     for text, output in zip(texts, outputs, strict=True)
                 ]
-                run = _Run(self._tapped, self.options, texts, forced, plan, journals, self._tokenizer, self._progress)
+                run = _Run(
+                    self._tapped,
+                    self.options,
+                    self._decoding,
+                    texts,
+                    forced,
+                    plan,
+                    journals,
+                    self._tokenizer,
+                    self._progress,
+                )
                 interrupted = run.generate()
                 for index, journal in enumerate(journals):
                     journal.finalize(run.closing(index, interrupted))
@@ -212,6 +237,12 @@ class _Job:
             if not left:
                 raise
             raise KeyboardInterrupt(f"stopped before the trace was written; {left}") from None
+        except BeaconScopeError as error:
+            left = _left(outputs)
+            # An error of the journal says it already.
+            if not left or "recover" in str(error):
+                raise
+            raise type(error)(f"{error}; {left}") from error
         except (MemoryError, RuntimeError) as error:
             left = _left(outputs)
             if not left or not no_memory(error):
@@ -220,6 +251,7 @@ class _Job:
         if run.stopped is not None:
             cut = [output for output, row in zip(outputs, run.generation.written, strict=True) if not row.done]
             raise BeaconScopeError(self._not_finite(prompts, run.stopped, cut)) from run.stopped
+        self._note_unopened(texts, run)
         self._note_not_finite(prompts, run)
         if not interrupted:
             self._note_cache(prompts, run)
@@ -257,6 +289,25 @@ class _Job:
         """A text about a batch, with the prompts' names where there are many."""
         return f"Prompt{'s' if len(prompts) > 1 else ''}{self._named(prompts)}: {text}" if self._many else text
 
+    def _note_once(self, notes: list[str]) -> None:
+        """Tell what holds for every batch, and not again."""
+        for text in notes:
+            self._note(text)
+        notes.clear()
+
+    def _note_unopened(self, texts: Sequence[_Text], run: _Run) -> None:
+        """Say when a text closes a thought that nothing opened, so that all of it counts as answer."""
+        think_open, think_close = self.options.think_open, self.options.think_close
+        for text, row in zip(texts, run.generation.written, strict=True):
+            tokens = token_bytes(self._tokenizer, text.ids + row.tokens)
+            phases = split_phases(tokens, len(text.ids), think_open, think_close)
+            if "think" not in phases and think_close.encode() in b"".join(tokens[len(text.ids) :]):
+                self._say(
+                    [text.prompt],
+                    f"The text closes a thought ({think_close}) that nothing opened, so all of it counts as answer; "
+                    f"where the model thinks from the start, let the prompt end with {think_open} (with --raw).",
+                )
+
     def _note_cache(self, prompts: Sequence[Prompt], run: _Run) -> None:
         """Say when nothing was compressed, and what would have changed that."""
         policy = self.options.policy
@@ -292,10 +343,10 @@ class _Job:
         )
         self._warn(self._of(prompts, text))
 
-    def _metadata(self, text: _Text) -> dict[str, Any]:
+    def _metadata(self, text: _Text, max_length: int) -> dict[str, Any]:
         model = self._tapped.model
         options = self.options
-        rotary, attention = _layer_facts(self._tapped)
+        rotary, attention = _layer_facts(self._tapped, max_length)
         return {
             "model": {
                 "id": self._model_id,
@@ -319,6 +370,7 @@ class _Job:
             "think_close": options.think_close,
             "options": {
                 **{key: value for key, value in dataclasses.asdict(options).items() if key not in ("policy", "shadow")},
+                "decoding": self._decoding.to_dict(),
                 "teacher_forced": text.prompt.completion is not None,
             },
             "policy": {"name": options.policy.name, "params": options.policy.params()},
@@ -331,14 +383,27 @@ class _Job:
         }
 
 
+def _idle_seed(options: RecordOptions, decoding: Decoding) -> list[str]:
+    """A note on a seed that is given and that nothing draws from; none where something does."""
+    seed = options.sampling.seed
+    policy = options.policy.shadow if isinstance(options.policy, Full) else options.policy
+    draws = getattr(policy, "seed", None) == seed and getattr(policy, "selector", "random") == "random"
+    if seed is None or not decoding.greedy or draws:
+        return []
+    return [f"--seed {seed} has no effect: decoding is greedy, and the cache's policy draws no random numbers from it."]
+
+
 def _left(outputs: Sequence[Path]) -> str:
     """What to do with what was recorded, where the traces are not written; nothing where nothing was."""
     left = [f"`beaconscope recover {output}`" for output in outputs if journal_path(output).exists()]
     return f"what was recorded is safe: run {' and '.join(left)}" if left else ""
 
 
-def _layer_facts(tapped: TappedModel) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Rotary embeddings, each kind once, and the further facts of each layer's attention that replay needs."""
+def _layer_facts(tapped: TappedModel, max_length: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the rotary embeddings, each kind once, and the facts of each layer's attention that replay needs.
+
+    A text of at most ``max_length`` tokens says which sliding layers see everything, so that a cache compresses them.
+    """
     kinds: list[dict[str, Any]] = []
     of_layer: dict[str, int | None] = {}
     attention: dict[str, Any] = {}
@@ -352,6 +417,7 @@ def _layer_facts(tapped: TappedModel) -> tuple[dict[str, Any], dict[str, Any]]:
             "softcap": info.softcap,
             "sink_logit": None if info.sink_logit is None else info.sink_logit.float().tolist(),
             "window": info.window,
+            "compressible": not info.is_bounded(max_length),
             "kv_heads": info.kv_heads,
         }
     return {"kinds": kinds, "layers": of_layer}, attention
@@ -364,6 +430,7 @@ class _Run:
         self,
         tapped: TappedModel,
         options: RecordOptions,
+        decoding: Decoding,
         texts: Sequence[_Text],
         forced: list[int] | None,
         plan: Plan,
@@ -380,12 +447,14 @@ class _Run:
         self._layout = plan.layout
         self._recorder = Recorder(plan.layout, options.sink_positions, options.local_window, self._write_heads)
         kinds = kinds_of_tokens(tapped.model, tokenizer) if options.policy.needs_kinds else None
-        self.cache = CompressedCache(tapped, options.policy, observer=self._recorder, token_kinds=kinds)
+        self.cache = CompressedCache(
+            tapped, options.policy, observer=self._recorder, token_kinds=kinds, max_length=plan.max_length
+        )
         self.generation = Generation(
             tapped.model,
             self.cache,
             [text.ids for text in texts],
-            options.sampling,
+            decoding,
             plan.limits,
             end_tokens(tapped.model, tokenizer),
             forced,

@@ -104,8 +104,8 @@ def make_jobs(
     options
         How to measure.
     heads
-        (layer, KV head) to measure; None for all that are recorded. Layers with a sliding window are left out, since
-        no cache compresses them.
+        (layer, KV head) to measure; None for all that are recorded. Layers with a sliding window that is shorter than
+        the text could get are left out, since no cache compresses them.
     per_token
         Keep the measures of every query.
     device
@@ -118,7 +118,7 @@ def make_jobs(
     """
     layers: dict[int, list[int]] = {}
     for layer, head in trace.heads if heads is None else heads:
-        if (attention_of(trace, layer) or {}).get("window") is None:
+        if (attention_of(trace, layer) or {}).get("compressible", True):
             layers.setdefault(layer, []).append(head)
     if not layers:
         raise BeaconScopeError(

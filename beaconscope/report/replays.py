@@ -22,7 +22,8 @@ def load_replay(path: Path) -> dict[str, Any]:
 
     remedy = "give a file that `beaconscope replay TRACE -o FILE` wrote"
     try:
-        metadata = pq.read_schema(path).metadata or {}
+        with path.open("rb") as file:
+            metadata = pq.read_schema(file).metadata or {}
         found: dict[str, Any] = json.loads(metadata[b"beaconscope.replay"])
         settings = found["settings"]
         version = str(found["schema_version"])

@@ -69,8 +69,16 @@ def scaled(by):
     return lambda model: model.get_parameter(DOWN).data.mul_(by)
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.7), Sampling(temperature=0.7, top_p=0.9)])
-@pytest.mark.parametrize("completion", [None, "so 3 + 4 = 7"])
+@pytest.mark.parametrize(
+    ("sampling", "completion"),
+    [
+        (Sampling(), None),
+        (Sampling(temperature=0.7), None),
+        (Sampling(temperature=0.7, top_p=0.9), None),
+        (Sampling(), "so 3 + 4 = 7"),
+    ],
+    ids=["greedy", "sampled", "top-p", "given"],
+)
 def test_a_damaged_weight_is_named_and_nothing_is_left(sampling, completion, tmp_path, once_tapped):
     once_tapped(put(float("nan")))
     with pytest.raises(BeaconScopeError) as raised:
