@@ -39,9 +39,10 @@ def once_tapped(monkeypatch):
 @pytest.fixture(params=[False, True], ids=["settled one by one", "settled in groups"])
 def queues(request, monkeypatch):
     """As on a CPU, and as on an accelerator, where results are looked at once in a while."""
-    monkeypatch.setattr(
-        importlib.import_module("beaconscope.record.generate"), "_queues_work", lambda device: request.param
-    )
+    generate = importlib.import_module("beaconscope.record.generate")
+    monkeypatch.setattr(generate, "_queues_work", lambda device: request.param)
+    # On a slow machine results are looked at sooner.
+    monkeypatch.setattr(generate, "_SETTLE_SECONDS", math.inf)
     return request.param
 
 
