@@ -32,6 +32,9 @@ from beaconscope.replay.simulate import timed_simulation
 from beaconscope.trace import Trace, load_trace
 from beaconscope.trace.facts import attention_of
 
+_FORMAT = 2
+"""Of what a job finds; parts of another format are not taken up by a sweep that goes on."""
+
 
 @dataclass(frozen=True)
 class Job:
@@ -56,6 +59,7 @@ class Job:
 
         described = {
             "version": __version__,  # another version may keep otherwise
+            "format": _FORMAT,
             "recording": load_trace(Path(self.folder, self.path)).metadata["recording_id"],
             "layer": self.layer,
             "kv_heads": self.kv_heads,
