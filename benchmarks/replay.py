@@ -31,8 +31,9 @@ import psutil
 import torch
 
 from beaconscope import load_trace
+from beaconscope.attention.rotary import Rotary
+from beaconscope.attention.spec import AttentionSpec
 from beaconscope.kv.policies import BeaconKV, ExpectedAttention, KeyDiff, Knorm, Policy, RandomEviction, SnapKV
-from beaconscope.kv.rotary import Rotary
 from beaconscope.replay import LayerData, MeasureOptions, make_jobs, measure_head, sweep
 from beaconscope.replay.simulate import timed_simulation
 from beaconscope.trace import HeadBlock, Journal, LayerLayout, TokenBlock, TraceLayout, estimate_bytes
@@ -79,10 +80,7 @@ def made_layer(length: int, layer: int, shape: Shape) -> LayerData:
         key=vectors(length, size),
         value=vectors(length, size),
         rotary=rotary,
-        scaling=size**-0.5,
-        softcap=None,
-        sink_logit=None,
-        window=None,
+        spec=AttentionSpec(size**-0.5),
         passes=(PROMPT,),
     )
 

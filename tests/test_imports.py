@@ -15,14 +15,16 @@ import beaconscope
 PACKAGE = Path(beaconscope.__file__).parent
 HEAVY = ("torch", "transformers", "pandas", "sklearn", "plotly")
 
-FOUNDATION = {"kv", "trace", "models"}
+FOUNDATION = {"attention", "kv", "trace", "models"}
 STAGES = {"record", "analyze", "replay", "report"}
 # A room may import the rooms, and the modules of rooms, that are listed for it; every room may import `errors`.
 MAY_IMPORT = {
+    # The ground: attention arithmetic, and files.
+    "attention": set(),
     "trace": set(),
-    # The cache stands on the tap of a model; the tap only on the arithmetic of rotation and of attention.
-    "kv": {"models"},
-    "models": {"kv.rotary", "kv.step"},
+    "models": {"attention"},
+    # The cache stands on the tap of a model.
+    "kv": {"attention", "models"},
     "reasoner": FOUNDATION,
     "record": FOUNDATION,
     "analyze": FOUNDATION,
@@ -32,7 +34,7 @@ MAY_IMPORT = {
     "cli": FOUNDATION | STAGES | {"reasoner"},
 }
 # What the live cache and the replay share, so it may look at neither a cache nor a model.
-POLICIES_MAY_IMPORT = {"kv.policies", "kv.beacons", "kv.heads", "kv.kinds", "kv.rotary", "kv.softmax", "kv.step"}
+POLICIES_MAY_IMPORT = {"attention", "kv.policies", "kv.beacons", "kv.heads", "kv.kinds"}
 
 
 def imported_modules(source: Path) -> set[str]:

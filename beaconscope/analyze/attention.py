@@ -15,8 +15,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from beaconscope.kv.rotary import Rotary
-from beaconscope.kv.step import usable
+from beaconscope.attention.rotary import Rotary
+from beaconscope.attention.spec import AttentionSpec
+from beaconscope.attention.usable import usable
+from beaconscope.attention.weights import HIDDEN, cap_logits_, hide_unseen_, softmax_beside
 from beaconscope.trace import HeadTrace, Trace
 from beaconscope.trace.facts import attention_of, rotary_of
 
@@ -28,11 +30,9 @@ _BLOCK_BYTES = 16 << 20
 class LayerFacts:
     """What the attention of a layer needs besides queries and keys."""
 
-    scaling: float
-    softcap: float | None
-    sink_logit: list[list[float]] | None  # [H][G] of all KV heads
-    window: int | None
-    assumed: bool
+    spec: AttentionSpec
+    """Of all KV heads of the model."""
+    assumed: bool = False
     """The trace does not say, so plain attention scaled by the root of the key size is taken."""
 
 
@@ -46,8 +46,8 @@ def layer_facts(trace: Trace, layer: int) -> LayerFacts:
     """
     facts = attention_of(trace, layer)
     if facts is None:
-        return LayerFacts(trace.layout.of(layer).key_size ** -0.5, None, None, None, assumed=True)
-    return LayerFacts(float(facts["scaling"]), facts["softcap"], facts["sink_logit"], facts["window"], False)
+        return LayerFacts(AttentionSpec(trace.layout.of(layer).key_size ** -0.5), assumed=True)
+    return LayerFacts(AttentionSpec.from_dict(facts))
 
 
 def layer_rotary(trace: Trace, layer: int) -> Rotary | None:
@@ -72,18 +72,15 @@ class HeadAttention:
         """Queries and keys that are missing."""
         query[self.missing_query] = 0.0
         key[self.missing_key] = 0.0
-        self._query = query * facts.scaling
+        self._query = query * facts.spec.scaling
         self._key = key
         self._any_missing_key = bool(self.missing_key.any())
-        self._softcap = facts.softcap
-        self._window = facts.window
-        self._sink = None
-        if facts.sink_logit is not None:
-            self._sink = torch.tensor(facts.sink_logit[head.kv_head], dtype=torch.float32)  # [G]
-        elif self._any_missing_key:
+        self._spec = facts.spec
+        self._sink = None if facts.spec.sink_logit is None else facts.spec.sink_logit[head.kv_head]  # [G]
+        if self._sink is None and self._any_missing_key:
             seen = (~self.missing_key).cumsum(dim=0)  # [T]
-            if self._window is not None:
-                seen[self._window :] -= seen[: -self._window].clone()
+            if self._spec.window is not None:
+                seen[self._spec.window :] -= seen[: -self._spec.window].clone()
             self.missing_query |= seen == 0
         self._evicted_at = None if evicted_at is None else torch.from_numpy(evicted_at)  # [T]
         self.groups, self.length = query.shape[:2]
@@ -126,23 +123,13 @@ class HeadAttention:
         g, b, d = query.shape
         n = int(position[-1]) + 1
         logits = (query.reshape(g * b, d) @ self._key[:n].T).view(g, b, n)
-        if self._softcap is not None:
-            logits = self._softcap * torch.tanh(logits / self._softcap)
-        # What lies before all the rows needs no causal mask.
-        first = int(position[0])
-        column = torch.arange(first, n)
-        logits[:, :, first:].masked_fill_(column > position[:, None], float("-inf"))
-        if self._window is not None and n > self._window:
-            logits.masked_fill_(torch.arange(n) <= position[:, None] - self._window, float("-inf"))
+        hide_unseen_(cap_logits_(logits, self._spec), position, self._spec)
         if self._any_missing_key:
-            logits.masked_fill_(self.missing_key[:n], float("-inf"))
+            logits.masked_fill_(self.missing_key[:n], HIDDEN)
         if self._evicted_at is not None:
-            logits.masked_fill_(self._evicted_at[:n] < position[:, None], float("-inf"))
-        if self._sink is None:
-            weight = logits.softmax(dim=-1)
-        else:
-            sink = (self._sink if group is None else self._sink[group : group + 1])[:, None, None].expand(g, b, 1)
-            weight = torch.cat([logits, sink], dim=-1).softmax(dim=-1)[..., :-1].contiguous()
+            logits.masked_fill_(self._evicted_at[:n] < position[:, None], HIDDEN)
+        sink = self._sink if self._sink is None or group is None else self._sink[group : group + 1]
+        weight = softmax_beside(logits, None if sink is None else sink[:, None, None]).contiguous()
         if bool(missing.any()):
             weight[missing] = float("nan")
         return weight

@@ -179,7 +179,7 @@ def _views(model: PreTrainedModel, token_id: Tensor) -> dict[str, int | None]:
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * len(tapped.layers)
     views: dict[str, int | None] = {}
     for kind, info in zip(kinds, tapped.layers, strict=True):
-        if views.setdefault(kind, info.window) != info.window:
+        if views.setdefault(kind, info.spec.window) != info.spec.window:
             raise BeaconScopeError(f"{name} has layers of one kind with different windows; drop --causal")
     if len(set(views.values())) == 1:
         views = dict([views.popitem()])

@@ -15,13 +15,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
+from beaconscope.attention.rotary import Rotary
+from beaconscope.attention.step import AttentionStep
 from beaconscope.errors import BeaconScopeError
 from beaconscope.kv.heads import HeadInfo
 from beaconscope.kv.layer import CompressedLayer, Observer, Rows
 from beaconscope.kv.policies import BeaconKV, Full, Policy
 from beaconscope.kv.ragged import RaggedLayer
-from beaconscope.kv.rotary import Rotary
-from beaconscope.kv.step import AttentionStep
 from beaconscope.models.hooks import AttentionInputs, LayerCall, TappedCache, attention_modules, watch
 from beaconscope.models.probe import LayerInfo
 from beaconscope.models.tap import TappedModel, tap
@@ -116,7 +116,7 @@ class CompressedCache(TappedCache):
                     f"those; give a max_length of at most {info.chunk}"
                 )
         if self.policy.evicts and all(info.is_bounded(self._max_length) for info in self._info):
-            widest = max(info.window or 0 for info in self._info)
+            widest = max(info.spec.window or 0 for info in self._info)
             raise BeaconScopeError(
                 f"every layer of {name} has a sliding window, the widest of {widest} tokens, so there is nothing for "
                 f"{self.policy.name} to compress; give a max_length of at most {widest} if no text is longer"
@@ -125,8 +125,8 @@ class CompressedCache(TappedCache):
     def _new_layers(self) -> list[Any]:
         kind = RaggedLayer if self.policy.ragged else CompressedLayer
         return [
-            DynamicSlidingWindowLayer(sliding_window=info.window)
-            if info.window is not None and info.is_bounded(self._max_length)
+            DynamicSlidingWindowLayer(sliding_window=info.spec.window)
+            if info.spec.window is not None and info.is_bounded(self._max_length)
             else kind(info.layer, self.policy, self.observer)
             for info in self._info
         ]
@@ -296,19 +296,16 @@ class CompressedCache(TappedCache):
         info = self._info[call.layer]
         b, _, t, d = attention.query.shape
         query = attention.query.view(b, info.kv_heads, info.group_size, t, d)
-        options = {"softcap": info.softcap, "sink_logit": info.sink_logit}
         if isinstance(layer, CompressedLayer):
             heads = self._heads(call.layer, attention.key, query.device)
-            layer.absorb(query, attention.key, attention.value, heads, options, self._kinds)
+            layer.absorb(query, attention.key, attention.value, heads, self._kinds)
             return
         if not self._rows:
             self._rows = _rows_by_length(self._positions(call), b, t)
         if self.observer is not None and self.observer.wants(call.layer):
-            self._observe_sliding(call.layer, query, attention, layer, options)
+            self._observe_sliding(call.layer, query, attention, layer)
 
-    def _observe_sliding(
-        self, layer: int, query: Tensor, attention: AttentionInputs, stored: Any, options: dict[str, Any]
-    ) -> None:
+    def _observe_sliding(self, layer: int, query: Tensor, attention: AttentionInputs, stored: Any) -> None:
         assert self.observer is not None
         info = self._info[layer]
         columns, t = stored.get_seq_length(), query.shape[3]
@@ -323,9 +320,7 @@ class CompressedCache(TappedCache):
                 key=rows.take(attention.key)[:, :, -held:],
                 value=rows.take(attention.value)[:, :, -held:],
                 key_positions=positions.expand(rows.size, info.kv_heads, held),
-                scaling=info.scaling,
-                window=stored.sliding_window,
-                **options,
+                spec=info.spec,
             )
             self.observer.attended(layer, number, step)
 
@@ -338,11 +333,9 @@ class CompressedCache(TappedCache):
             rows=key.shape[0],
             group_size=info.group_size,
             size=info.key_size,
-            scaling=info.scaling,
+            spec=info.spec.without_window(),
             device=device,
             rotary=self._rotary[layer],
-            softcap=info.softcap,
-            sink_logit=info.sink_logit,
             shared=stored.keys.shape[1] != key.shape[1],
             follow=self.observer is not None and self.observer.wants(layer),
         )
@@ -488,7 +481,7 @@ class BeaconCache(CompressedCache):
 def sliding_note(layers: Sequence[LayerInfo], length: int | None) -> str:
     """Return what to know of the layers whose sliding window is shorter than a text of ``length`` tokens."""
     sliding = [info for info in layers if info.is_bounded(length)]
-    windows = sorted({info.window for info in sliding if info.window is not None})
+    windows = sorted({info.spec.window for info in sliding if info.spec.window is not None})
     return (
         f"{len(sliding)} of {len(layers)} layers have a sliding window ({', '.join(map(str, windows))} tokens) and "
         f"keep just that; the other {len(layers) - len(sliding)} are compressed."

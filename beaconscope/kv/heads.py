@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
-from beaconscope.kv.rotary import Rotary
+from beaconscope.attention.rotary import Rotary
+from beaconscope.attention.spec import AttentionSpec
 
 
 @dataclass(frozen=True)
@@ -20,13 +20,9 @@ class HeadInfo:
     rows: int
     group_size: int
     size: int
-    scaling: float
+    spec: AttentionSpec
     device: torch.device
     rotary: Rotary
-    softcap: float | None = None
-    """Logits are squashed to ``softcap * tanh(logit / softcap)`` where a model does so."""
-    sink_logit: Tensor | None = None
-    """Learned logits that take a share of the softmax and attend to nothing (gpt-oss), [H, G]."""
     prompt: int = 0
     """Tokens of the prompt: what is there before anything is generated."""
     shared: bool = False

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
+from beaconscope.attention.gather import pick_entries
+from beaconscope.attention.step import AttentionStep
 from beaconscope.errors import BeaconScopeError
-from beaconscope.kv.entries import pick_entries
 from beaconscope.kv.heads import HeadInfo
 from beaconscope.kv.policies.base import CacheView, Policy, PolicyState, QueryBlock
-from beaconscope.kv.step import AttentionStep
 
 _LOG_LENGTH = 128
 """Queries that wait before a policy observes them; a policy works on blocks, not on single steps."""
@@ -238,7 +238,6 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         key: Tensor,
         value: Tensor,
         info: HeadInfo,
-        step_options: dict[str, Any],
         kinds: Tensor | None = None,
     ) -> None:
         """Take in a forward pass after its attention.
@@ -251,8 +250,6 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             As attended, [B, H, N, D] and [B, H, N, Dv]; latent attention expands them from what is stored.
         info
             The heads, as in :meth:`begin`.
-        step_options
-            Further fields of :class:`~beaconscope.kv.step.AttentionStep`.
         kinds
             Kinds of the new tokens, uint8 [B, T], where they are known.
         """
@@ -276,10 +273,9 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
                     key=rows.take(key)[:, :, entries],
                     value=rows.take(value)[:, :, entries],
                     key_positions=positions.expand(-1, key.shape[1], -1),
-                    scaling=info.scaling,
+                    spec=info.spec,
                     kinds=None if kinds is None else rows.take(kinds)[:, skipped:],
                     padded=self.policy.ragged and not first,
-                    **step_options,
                 )
                 self._show(number, lane, step, waits)
             lane.count += tokens - skipped

@@ -26,6 +26,7 @@ from transformers.cache_utils import Cache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from beaconscope.attention.spec import AttentionSpec
 from beaconscope.errors import BeaconScopeError
 
 PREFIX = "beaconscope_"
@@ -80,9 +81,8 @@ class AttentionInputs:
     query: Tensor  # [B, Hq, T, D], post-RoPE
     key: Tensor  # [B, H, N, D], post-RoPE
     value: Tensor  # [B, H, N, Dv]
-    scaling: float
-    softcap: float | None
-    sink_logit: Tensor | None  # [Hq]
+    spec: AttentionSpec
+    """Without the window, which only the mask tells."""
     mask: Tensor | None
     """As the model made it, before :meth:`TappedCache.mask_for`."""
     options: Mapping[str, Any]
@@ -242,16 +242,13 @@ def _tapped(backend: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
         if mask is not attention_mask and backend == "eager":
             mask = _additive(mask, query, key)
         output, weights = run(module, query, key, value, mask, **kwargs)
-        scaling = kwargs.get("scaling")
         call.cache.attended(
             call,
             AttentionInputs(
                 query=query,
                 key=key,
                 value=value,
-                scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
-                softcap=kwargs.get("softcap"),
-                sink_logit=kwargs.get("s_aux"),
+                spec=_spec(query, key, kwargs),
                 mask=attention_mask,
                 options=kwargs,
                 output=output,
@@ -261,6 +258,16 @@ def _tapped(backend: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
         return output, weights
 
     return attention
+
+
+def _spec(query: Tensor, key: Tensor, options: Mapping[str, Any]) -> AttentionSpec:
+    """Read the spec off the keyword arguments of an attention function."""
+    scaling, sink = options.get("scaling"), options.get("s_aux")  # [Hq]
+    return AttentionSpec(
+        scaling=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
+        softcap=options.get("softcap"),
+        sink_logit=None if sink is None else sink.detach().view(key.shape[1], -1),
+    )
 
 
 def _additive(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor:

@@ -25,9 +25,11 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
+from beaconscope.attention.rotary import Rotary
+from beaconscope.attention.spec import AttentionSpec
+from beaconscope.attention.step import AttentionStep
+from beaconscope.attention.weights import attention_weights, scaled_products
 from beaconscope.errors import BeaconScopeError
-from beaconscope.kv.rotary import Rotary
-from beaconscope.kv.step import AttentionStep, attention_weights, scaled_products
 from beaconscope.models.compat import cache_argument
 from beaconscope.models.finite import finite_logits, finite_remedy
 from beaconscope.models.hooks import PREFIX, AttentionInputs, LayerCall, TappedCache, function_beside
@@ -54,21 +56,17 @@ class LayerInfo:
     group_size: int
     key_size: int
     value_size: int
-    scaling: float
-    softcap: float | None
-    sink_logit: Tensor | None  # [H, G]
+    spec: AttentionSpec
     rotary: Rotary | None
     """None where the rotary embedding could not be undone; ``rotary_problem`` says why."""
     rotary_problem: str | None
-    window: int | None = None
-    """Positions that a query sees, its own included; None for a layer without a sliding window."""
     chunk: int | None = None
     """Tokens of a chunk, where a query sees only positions of its own chunk; None for a layer without chunks."""
 
     @property
     def sees_all_of(self) -> int | None:
         """Tokens of the longest text of which every query sees all that is before it; None for any text."""
-        return self.window if self.chunk is None else self.chunk
+        return self.spec.window if self.chunk is None else self.chunk
 
     def is_bounded(self, length: int | None) -> bool:
         """Return whether a window or chunk hides something in a text of ``length`` tokens; None is any length."""
@@ -262,16 +260,13 @@ def _layer_info(
     _check_entries(where, eager)
     kv_heads, group = attention.key.shape[1], attention.query.shape[1] // attention.key.shape[1]
     rotary, problem = _read_rotary(model, at_positions)
-    sink = attention.sink_logit
     info = LayerInfo(
         layer=call.layer,
         kv_heads=kv_heads,
         group_size=group,
         key_size=attention.query.shape[-1],
         value_size=attention.value.shape[-1],
-        scaling=float(attention.scaling),
-        softcap=attention.softcap,
-        sink_logit=None if sink is None else sink.detach().view(kv_heads, group),
+        spec=attention.spec,
         rotary=rotary,
         rotary_problem=problem,
     )
@@ -280,7 +275,7 @@ def _layer_info(
     _prove_weights(where, info, eager)
     for seen in {id(each): each for each in (eager, native)}.values():
         _prove_output(where, info, seen)
-    info = replace(info, window=_as_set(info.window, bounds), chunk=_as_set(info.chunk, bounds))
+    info = replace(_with_window(info, _as_set(info.spec.window, bounds)), chunk=_as_set(info.chunk, bounds))
     if unbounded is not native:
         _prove_output(where, info, unbounded)
     return info
@@ -351,12 +346,16 @@ def _with_bounds(where: str, info: LayerInfo, visible: Tensor | None) -> LayerIn
     if torch.equal(visible, causal):
         return info
     if torch.equal(visible, causal & (position - entry < size)):
-        return replace(info, window=size)
+        return _with_window(info, size)
     if torch.equal(visible, causal & (position // size == entry // size)):
         return replace(info, chunk=size)
     raise BeaconScopeError(
         f"{where} has an attention mask that is neither causal, nor sliding, nor chunked, which cannot be recorded"
     )
+
+
+def _with_window(info: LayerInfo, window: int | None) -> LayerInfo:
+    return replace(info, spec=replace(info.spec, window=window))
 
 
 def _bidirectional(where: str) -> str:
@@ -370,7 +369,7 @@ def _prove_weights(where: str, info: LayerInfo, eager: _Seen) -> None:
     if theirs is not None:
         if float(theirs.triu(1).max()) > _APART:
             raise BeaconScopeError(_bidirectional(where))
-        if info.sink_logit is not None:
+        if info.spec.sink_logit is not None:
             # Whether a row holds what its sink leaves, or sums to one, is up to the function; the output tells.
             weights, theirs = (each / each.sum(dim=-1, keepdim=True) for each in (weights, theirs))
         apart = float((weights - theirs).abs().max())
@@ -401,8 +400,8 @@ def _recomputed(info: LayerInfo, attention: AttentionInputs) -> Tensor:
         # Recordings end before the first chunk does; here it is to be seen that the mask is all there is.
         position = torch.arange(t, device=query.device)
         visible = (position <= position[:, None]) & (position // info.chunk == position[:, None] // info.chunk)
-        logits = scaled_products(query, attention.key, info.scaling)
-        weights = attention_weights(logits, info.softcap, info.sink_logit, visible)
+        logits = scaled_products(query, attention.key, info.spec.scaling)
+        weights = attention_weights(logits, info.spec, visible)
     else:
         step = AttentionStep(
             rows=None,
@@ -411,10 +410,7 @@ def _recomputed(info: LayerInfo, attention: AttentionInputs) -> Tensor:
             key=attention.key,
             value=attention.value,
             key_positions=torch.arange(t, device=query.device).expand(b, info.kv_heads, t),
-            scaling=info.scaling,
-            softcap=info.softcap,
-            sink_logit=info.sink_logit,
-            window=info.window,
+            spec=info.spec,
         )
         weights = step.attention()
     return weights.reshape(b, heads, t, t)

@@ -2,7 +2,7 @@
 
 The model's own ``apply_rotary_pos_emb`` is linear in the vector it rotates, so three calls on unit vectors say which
 dimensions pair, with which sign, and which frequency turns each. What comes out is arithmetic that needs no model
-(:class:`~beaconscope.kv.rotary.Rotary`), and two checks stand behind it:
+(:class:`~beaconscope.attention.rotary.Rotary`), and two checks stand behind it:
 
 1. it gives what the model's function gives, on random vectors;
 2. the un-rotated queries of one hidden state at several positions agree, in every layer.
@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from beaconscope.attention.rotary import Rotary
 from beaconscope.errors import BeaconScopeError
-from beaconscope.kv.rotary import Rotary
 from beaconscope.models.hooks import function_beside
 
 PROBE_POSITIONS = (0, 1, 7, 61)

@@ -152,7 +152,7 @@ def _check_windows(tapped: TappedModel, options: RecordOptions, prompt_lengths: 
     if not options.policy.evicts:
         return []
     if len(bounded) == len(tapped.layers):
-        widest = max(info.window or 0 for info in bounded)
+        widest = max(info.spec.window or 0 for info in bounded)
         raise BeaconScopeError(
             f"every layer of {name} has a sliding window, the widest of {widest} tokens, and the text may reach "
             f"{length}, so there is nothing for {options.policy.name} to compress; {_shorter(widest, prompt_lengths)}, "

@@ -425,10 +425,7 @@ def _layer_facts(tapped: TappedModel, max_length: int) -> tuple[dict[str, Any], 
             kinds.append(kind)
         of_layer[str(info.layer)] = None if kind is None else kinds.index(kind)
         attention[str(info.layer)] = {
-            "scaling": info.scaling,
-            "softcap": info.softcap,
-            "sink_logit": None if info.sink_logit is None else info.sink_logit.float().tolist(),
-            "window": info.window,
+            **info.spec.to_dict(),
             "compressible": not info.is_bounded(max_length),
             "kv_heads": info.kv_heads,
         }

@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from beaconscope.attention.step import AttentionStep
 from beaconscope.kv.beacons import BeaconTracker
 from beaconscope.kv.cache import CompressedCache
 from beaconscope.kv.layer import Compression
-from beaconscope.kv.step import AttentionStep
 from beaconscope.trace import BeaconChange, Eviction, HeadBlock, LayerLayout, TraceLayout
 
 _BLOCK_BYTES = 32 << 20
@@ -87,7 +87,7 @@ class Recorder:
             self._rows[lane] = list(rows)
         waiting = self._waiting.setdefault((layer, lane), _Waiting())
         # A sliding layer forgets by itself, so that a later step does not attend to all that an earlier one did.
-        if step.tokens == 1 and step.window is None:
+        if step.tokens == 1 and step.spec.window is None:
             waiting.queries.append(step.query)
             waiting.newest = step
             return
@@ -347,7 +347,7 @@ def _only_heads(step: AttentionStep, heads: list[int]) -> AttentionStep:
         key=step.key[:, heads],
         value=step.value[:, heads],
         key_positions=step.key_positions[:, heads],
-        sink_logit=None if step.sink_logit is None else step.sink_logit[heads],
+        spec=step.spec.of_heads(heads),
     )
 
 

@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from beaconscope.attention.gather import pick_entries
+from beaconscope.attention.rotary import Rotary
+from beaconscope.attention.spec import AttentionSpec
+from beaconscope.attention.step import AttentionStep
+from beaconscope.attention.usable import all_usable, usable
 from beaconscope.errors import BeaconScopeError
-from beaconscope.kv.entries import pick_entries
 from beaconscope.kv.heads import HeadInfo
 from beaconscope.kv.kinds import token_kinds
-from beaconscope.kv.rotary import Rotary
-from beaconscope.kv.step import AttentionStep, all_usable, usable
 from beaconscope.trace import Trace
 from beaconscope.trace.facts import attention_of, prefill_passes, rotary_of
 
@@ -31,10 +33,7 @@ class LayerData:
     key: Tensor  # [1, H, T, D], post-RoPE
     value: Tensor | None  # [1, H, T, Dv]
     rotary: Rotary
-    scaling: float
-    softcap: float | None
-    sink_logit: Tensor | None  # [H, G]
-    window: int | None
+    spec: AttentionSpec
     passes: tuple[int, ...]
     """Tokens of each forward pass of the prompt."""
     shared: bool = False
@@ -89,11 +88,9 @@ class LayerData:
             rows=1,
             group_size=self.query.shape[2],
             size=self.query.shape[4],
-            scaling=self.scaling,
+            spec=self.spec.without_window(),
             device=self.query.device,
             rotary=self.rotary,
-            softcap=self.softcap,
-            sink_logit=self.sink_logit,
             prompt=self.prompt_length,
             shared=self.shared,
         )
@@ -107,7 +104,7 @@ class LayerData:
             query=self.query[:, one],
             key=self.key[:, one],
             value=None if self.value is None else self.value[:, one],
-            sink_logit=None if self.sink_logit is None else self.sink_logit[one],
+            spec=self.spec.of_heads(one),
             finite=self.finite[one],
         )
 
@@ -123,10 +120,7 @@ class LayerData:
             key=self.entries(self.key, held),
             value=self.entries(self.key if self.value is None else self.value, held),
             key_positions=held,
-            scaling=self.scaling,
-            softcap=self.softcap,
-            sink_logit=self.sink_logit,
-            window=self.window,
+            spec=self.spec,
             kinds=None if self.kinds is None else self.kinds[:, start:stop],
             padded=padded,
         )
@@ -141,10 +135,7 @@ class LayerData:
             key=self.key[:, :, :stop],
             value=(self.key if self.value is None else self.value)[:, :, :stop],
             key_positions=torch.arange(stop, device=self.key.device).expand(1, heads, stop),
-            scaling=self.scaling,
-            softcap=self.softcap,
-            sink_logit=self.sink_logit,
-            window=self.window,
+            spec=self.spec,
         )
 
     def entries(self, of: Tensor, held: Tensor) -> Tensor:
@@ -181,7 +172,6 @@ def load_layer(
         raise BeaconScopeError(
             f"{trace.path} does not say how layer {layer} attends, so it cannot be replayed; record it anew"
         )
-    scaling, softcap, sinks, window = (facts[key] for key in ("scaling", "softcap", "sink_logit", "window"))
     turned = rotary_of(trace, layer)
     read = [trace.head(layer, head) for head in heads]
 
@@ -205,10 +195,7 @@ def load_layer(
         value=value,
         finite=finite,
         rotary=Rotary.none(query.shape[-1]) if turned is None else Rotary.from_dict(turned),
-        scaling=float(scaling),
-        softcap=softcap,
-        sink_logit=None if sinks is None else torch.tensor(sinks, device=device)[list(heads)],
-        window=window,
+        spec=AttentionSpec.from_dict(facts).of_heads(heads).to(device),
         passes=prefill_passes(trace),
         shared=layer in trace.metadata.get("shared_layers", ()),
         kinds=_kinds(trace, device),

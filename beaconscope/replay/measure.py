@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag
 
+from beaconscope.attention.weights import cap_logits_, hide_unseen_
 from beaconscope.errors import UsageError
 from beaconscope.replay.kept import NEVER, Kept, Lifetimes
 from beaconscope.replay.layer import LayerData
@@ -158,10 +159,9 @@ class _Attention:
 
     def __init__(self, data: LayerData, head: int) -> None:
         # Scaled here, so that no pass over the products is spent on it.
-        self._query = data.query[0, head] * data.scaling  # [G, T, D]
+        self._query = data.query[0, head] * data.spec.scaling  # [G, T, D]
         self._key = data.key[0, head]  # [T, D]
-        self._softcap = data.softcap
-        self._window = data.window
+        self._spec = data.spec
         self._buffer = self._query.new_empty(0)
 
     def block(self, start: int, stop: int) -> _Block:
@@ -174,13 +174,9 @@ class _Attention:
         rows = self._buffer[: g * q * width].view(g * q, width)
         weight = rows.view(g, q, width)
         torch.mm(query.reshape(g * q, d), self._key[:stop].T, out=rows[:, :stop])
-        if self._softcap is not None:
-            rows[:, :stop].div_(self._softcap).tanh_().mul_(self._softcap)
-        later = torch.ones((q, width - start), dtype=torch.bool, device=weight.device).triu(1)
-        weight[..., start:].masked_fill_(later, float("-inf"))
-        if self._window is not None:
-            position = torch.arange(start, stop, device=weight.device)[:, None]
-            weight.masked_fill_(torch.arange(width, device=weight.device) <= position - self._window, float("-inf"))
+        cap_logits_(rows[:, :stop], self._spec)
+        # The columns past the last query are of no entry, and hidden with those that come later.
+        hide_unseen_(weight, torch.arange(start, stop, device=weight.device), self._spec)
         # Groups and maxima are those of the logits; the weights have the same order.
         levels = [rows]
         while len(levels) < _LEVELS:

@@ -6,9 +6,9 @@ products with the keys that it still holds, is gathered from the products with a
 product of a query and a key comes out the same in both; the tests hold that a setting keeps together with others what
 it keeps alone.
 
-The exponentials of a softmax are shared likewise, but for the rows where a setting that holds less might take them less
-another shift (:mod:`beaconscope.kv.softmax`). Every setting holds the newest entries, those since its last compression;
-where one of these tells the shift, all have the same.
+The exponentials of a softmax are shared too, except in rows where a setting that holds less might subtract another
+shift (:mod:`beaconscope.attention.shifted_softmax`). Every setting holds the newest entries, those since its last
+compression; where one of these determines the shift, it is the same for all.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from beaconscope.attention.shifted_softmax import exponentials, shift_differs
+from beaconscope.attention.weights import scaled_products
 from beaconscope.kv.beacons import BeaconSettings
 from beaconscope.kv.policies import SnapKV
 from beaconscope.kv.policies.base import Observers
 from beaconscope.kv.policies.beacon import BeaconKV
-from beaconscope.kv.softmax import exponentials, shift_differs
-from beaconscope.kv.step import scaled_products
 from beaconscope.replay.beacon_history import BeaconHistories, shared_choice
 from beaconscope.replay.held import Held, Union, unite
 from beaconscope.replay.layer import LayerData
@@ -79,7 +79,7 @@ class SharedRows:
         torch.gather(self._asked(self._observed.logits, out), 4, _each_row(column, out), out=out)
 
     def exponentials(self, out: Tensor, column: Tensor) -> None:
-        """Write the :func:`~beaconscope.kv.softmax.exponentials` of what :meth:`logits` writes."""
+        """Write the :func:`~beaconscope.attention.shifted_softmax.exponentials` of what :meth:`logits` writes."""
         index = _each_row(column, out)
         shared, unsettled = self._observed.exponentials
         torch.gather(self._asked(shared, out), 4, index, out=out)
@@ -170,7 +170,7 @@ class Observed:
         key = self._data.key[:, :, : newest + 1]
         if self.union.column is not None:
             key = self._data.entries(self._data.key, self.union.positions)
-        self.logits = scaled_products(torch.cat(asked, dim=3), key, self._data.scaling)
+        self.logits = scaled_products(torch.cat(asked, dim=3), key, self._data.spec.scaling)
         fresh = min(each.fresh for each in held)
         in_all = torch.arange(newest + 1 - fresh, newest + 1, device=key.device)
         self._in_all = in_all.expand(1, len(self._data.kv_heads), fresh)

@@ -281,7 +281,7 @@ def _received(data: LayerData, start: int, stop: int) -> Tensor:
     """Attention that the queries at ``start`` to ``stop`` give to every position before ``stop``, [1, H, stop]."""
     received = torch.zeros((1, len(data.kv_heads), stop), device=data.query.device)
     for first, weight in data.everything(start, stop).blocks():
-        if data.sink_logit is not None:
+        if data.spec.sink_logit is not None:
             weight = weight / weight.sum(dim=-1, keepdim=True)  # a learned sink's share is no entry's
         if data.finite:
             # The oracle is the upper bound of what is measured, so it foresees the queries that are.

@@ -30,7 +30,7 @@ from beaconscope.report.words import redacted, shown_tokens
 from beaconscope.trace import HeadTrace, Trace
 
 if TYPE_CHECKING:
-    from beaconscope.kv.rotary import Rotary
+    from beaconscope.attention.rotary import Rotary
 
 _PHASES = ("prompt", "think", "answer")
 _HELD_HITS = 3_000_000

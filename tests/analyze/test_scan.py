@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from scipy.stats import kurtosis
 
 from beaconscope import load_trace
@@ -11,6 +12,7 @@ from beaconscope.analyze.attention import HeadAttention, LayerFacts, evicted_at,
 from beaconscope.analyze.heads import retrieval_score, vertical_kurtosis
 from beaconscope.analyze.scan import find_sinks, scan
 from beaconscope.analyze.sentences import sentences_of, split_sentences
+from beaconscope.attention.spec import AttentionSpec
 from tests.analyze.made import Plan, plant
 
 SMALL = Plan(length=150, prompt_length=20, layers=1, kv_heads=1, group=2, size=48)
@@ -88,7 +90,7 @@ def test_the_vertical_score_is_that_of_thought_anchors(made):
 def test_softcap_window_and_learned_sinks_are_the_model_s(tmp_path):
     plant(tmp_path / "t.parquet", SMALL)
     head = load_trace(tmp_path / "t.parquet").head(0, 0)
-    facts = LayerFacts(0.2, 3.0, [[1.0, -1.0]], 40, False)
+    facts = LayerFacts(AttentionSpec(0.2, 3.0, torch.tensor([[1.0, -1.0]]), 40))
     weight = HeadAttention(head, facts).block(60, 70)
     query, key = head.query[65, 1].astype(np.float64), head.key[:66].astype(np.float64)
     logits = 3.0 * np.tanh(key @ query * 0.2 / 3.0)
@@ -113,7 +115,7 @@ def test_what_sees_missing_keys_only_is_missing_and_spoils_nothing(tmp_path):
     # The rows that are there attend with all they have.
     assert np.allclose(scanned.distance.sum(axis=1), 1.0, atol=1e-6)
     # Under a window of one position each query sees its own key only.
-    alone = HeadAttention(trace.head(0, 0), LayerFacts(0.2, None, None, 1, False))
+    alone = HeadAttention(trace.head(0, 0), LayerFacts(AttentionSpec(0.2, window=1)))
     assert alone.missing_query[0].nonzero().tolist() == [[0]]
 
 

@@ -10,9 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from beaconscope.attention.rotary import Rotary
+from beaconscope.attention.spec import AttentionSpec
 from beaconscope.kv.beacons import BeaconChanged, BeaconTracker
 from beaconscope.kv.policies import BeaconKV, CacheView, HeadInfo, Policy, PolicyState, QueryBlock
-from beaconscope.kv.rotary import Rotary
 from tests.reference.beacon_kv import (
     Beacon,
     BeaconChange,
@@ -66,7 +67,7 @@ def head_info(query: Tensor, rotary: Rotary | None = None, *, layer: int = 0, fo
         rows=rows,
         group_size=group,
         size=size,
-        scaling=size**-0.5,
+        spec=AttentionSpec(size**-0.5),
         device=torch.device("cpu"),
         rotary=Rotary.none(size) if rotary is None else rotary,
         follow=follow,

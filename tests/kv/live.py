@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from beaconscope.attention.step import AttentionStep
 from beaconscope.kv.layer import Compression
-from beaconscope.kv.step import AttentionStep
 
 
 class Watcher:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from beaconscope.attention.step import AttentionStep
 from beaconscope.kv.kinds import TokenKind
 from beaconscope.kv.layer import Compression
 from beaconscope.kv.policies import (
@@ -28,7 +29,6 @@ from beaconscope.kv.policies import (
     ScissorHands,
     SnapKV,
 )
-from beaconscope.kv.step import AttentionStep
 from tests.reference.beacon_kv import steps
 from tests.reference.rivals import (
     expected_attention,
@@ -125,7 +125,7 @@ def drive(
                     key=keys,
                     value=values,
                     key_positions=held,
-                    scaling=heads.scaling,
+                    spec=heads.spec,
                     kinds=None if kinds is None else kinds[:, new],
                     padded=policy.ragged,
                 )

@@ -49,7 +49,7 @@ def check_live(model, layers, inv_freq, style="half", scaling=1.0, *, prompt=30,
                 query, key = watcher.query(layer)[None], watcher.key(layer)[None]
                 size = query.shape[-1]
                 # The reference divides by the root of the size; a model may scale otherwise.
-                query = query * (cache._info[layer].scaling * size**0.5)
+                query = query * (cache._info[layer].spec.scaling * size**0.5)
                 check_run(run_of(cache, watcher, layer), policy, query, key, prompt, inv_freq, style, scaling)
                 assert cache.kept_positions(layer).shape[1] < 26
             return
@@ -148,7 +148,7 @@ def test_heads_that_share_an_entry_keep_the_same():
     settings = settings_of(policy)
     (tracker,) = trackers(cache, 1)
     query, key = watcher.query(1), watcher.key(1)
-    query = query * (cache._info[1].scaling * query.shape[-1] ** 0.5)
+    query = query * (cache._info[1].spec.scaling * query.shape[-1] ** 0.5)
     cached = []
     assert len(watcher.compressions[1, 0]) >= 3
     for position, kept in watcher.compressions[1, 0]:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from beaconscope.attention.step import AttentionStep
 from beaconscope.errors import BeaconScopeError, UsageError
 from beaconscope.kv import CompressedCache
 from beaconscope.kv.kinds import TokenKind, token_kinds
@@ -25,7 +26,6 @@ from beaconscope.kv.policies import (
     ScissorHands,
     parse_policy,
 )
-from beaconscope.kv.step import AttentionStep
 from tests.kv.driving import head_info, make_rotary
 from tests.kv.live import feed, generate, padded, tokens
 from tests.kv.rivals import CASES, KINDS, Watched, drive, expected
@@ -106,7 +106,7 @@ def check_live(model, case, prompt=30, new=40, pieces=None):
             start += size
         query, key, value = watched.vectors()
         kinds = [NAMES[TokenKind(int(OF_TOKEN[token]))] for token in text[0]]
-        rest = (value, prompt, kinds, pieces, cache._info[1].scaling)
+        rest = (value, prompt, kinds, pieces, cache._info[1].spec.scaling)
         wanted = expected(reading(rope(16)), query, key, *rest)
         rng = np.random.default_rng(seed)
         noisy = (part * (1 + 1e-6 * rng.normal(size=part.shape)) for part in (query, key))

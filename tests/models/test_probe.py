@@ -59,7 +59,7 @@ def made(kind, **options):
 def test_the_window_is_that_of_the_mask(model, expected):
     model = model()
     before = model.config.to_dict()
-    assert [info.window for info in tap(model).layers] == expected
+    assert [info.spec.window for info in tap(model).layers] == expected
     after = model.config.to_dict()
     assert {name: after[name] for name in before if name != "_attn_implementation"} == before
 
@@ -67,7 +67,7 @@ def test_the_window_is_that_of_the_mask(model, expected):
 def test_chunks_are_told_from_windows():
     layers = tap(made("llama4_text", attention_chunk_size=8192, intermediate_size_mlp=64, num_local_experts=2)).layers
     assert [info.chunk for info in layers] == [8192, 8192, 8192, None]
-    assert [info.window for info in layers] == [None] * 4
+    assert [info.spec.window for info in layers] == [None] * 4
     assert layers[0].is_bounded(8193)
     assert layers[0].is_bounded(None)
     assert not layers[0].is_bounded(8192)
@@ -175,5 +175,7 @@ def test_logits_that_are_not_finite_are_refused():
 @pytest.mark.parametrize("arch", ["llama", "mistral", "gemma3_text", "gpt_oss", "deepseek_v3", "glm4"])
 def test_in_bfloat16_the_same_is_read_off(arch):
     plain, half = tap(tiny_model(arch)).layers, tap(tiny_model(arch).to(torch.bfloat16)).layers
-    assert [(info.window, info.scaling) for info in half] == [(info.window, info.scaling) for info in plain]
+    assert [(info.spec.window, info.spec.scaling) for info in half] == [
+        (info.spec.window, info.spec.scaling) for info in plain
+    ]
     assert all(info.rotary is not None for info in half)

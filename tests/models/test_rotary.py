@@ -8,10 +8,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaAttention
 
+from beaconscope.attention.rotary import Rotary
 from beaconscope.errors import BeaconScopeError
 from beaconscope.kv import BeaconCache, CompressedCache
 from beaconscope.kv.policies import Full, StreamingLLM
-from beaconscope.kv.rotary import Rotary
 from beaconscope.models.tap import attention_modules, tap
 from tests.kv.driving import make_rotary
 from tests.kv.live import Watcher, feed, generate, tokens
@@ -150,9 +150,9 @@ def test_partial_rotary():
 
 def test_layers_of_two_frequencies_are_told_apart():
     layers = tap(tiny_model("gemma3_text")).layers
-    assert [info.window for info in layers] == [16, None, 16, None]
+    assert [info.spec.window for info in layers] == [16, None, 16, None]
     for info in layers:
-        theta = 1_000_000.0 if info.window is None else 10_000.0
+        theta = 1_000_000.0 if info.spec.window is None else 10_000.0
         expected = theta ** (-np.arange(0, 16, 2) / 16)
         np.testing.assert_allclose(info.rotary.inv_freq, expected, rtol=1e-5)
 

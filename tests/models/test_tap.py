@@ -36,12 +36,12 @@ def test_the_shape_of_each_layer(arch):
         assert (info.kv_heads, info.group_size) == ((4, 1) if latent else (2, 2))
         assert info.key_size == 16
         assert info.value_size == (12 if latent else 16)
-        assert info.softcap is None
-        assert (info.sink_logit is not None) == (arch == "gpt_oss")
+        assert info.spec.softcap is None
+        assert (info.spec.sink_logit is not None) == (arch == "gpt_oss")
         if arch == "gpt_oss":
-            assert info.sink_logit.shape == (2, 2)
-        assert info.scaling == pytest.approx(16**-0.5)
-    windows = [info.window for info in tapped.layers]
+            assert info.spec.sink_logit.shape == (2, 2)
+        assert info.spec.scaling == pytest.approx(16**-0.5)
+    windows = [info.spec.window for info in tapped.layers]
     sliding = {"gemma3_text": [16, None, 16, None], "gpt_oss": [16, None], "mistral": [4096, 4096]}
     assert windows == sliding.get(arch, [None, None])
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from beaconscope.kv.rotary import Rotary
+from beaconscope.attention.rotary import Rotary
+from beaconscope.attention.spec import AttentionSpec
 from beaconscope.replay.layer import LayerData
 
 
@@ -16,6 +17,7 @@ def made_layer(
     query = 2 * torch.randn((1, heads, group, length, size), generator=draw)
     key = torch.randn((1, heads, length, size), generator=draw)
     key[:, :, 0] = query.mean(dim=(2, 3)) * 20
+    spec = {name: fields.pop(name) for name in ("scaling", "softcap", "sink_logit", "window") if name in fields}
     return LayerData(
         **{
             "layer": 3,
@@ -24,10 +26,7 @@ def made_layer(
             "key": key,
             "value": torch.randn((1, heads, length, size - 1), generator=draw),
             "rotary": Rotary.none(size),
-            "scaling": size**-0.5,
-            "softcap": None,
-            "sink_logit": None,
-            "window": None,
+            "spec": AttentionSpec(**{"scaling": size**-0.5, **spec}),
             "passes": (prompt,) if prompt else (),
             **fields,
         }

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from beaconscope import BeaconKV, RandomEviction, StreamingLLM
 
 from beaconscope.kv.policies import BigBird, ETC, Full, KeyDiff, Longformer, Oracle, SnapKV, TOVA  # isort: skip
-from beaconscope.kv.rotary import Rotary
+from beaconscope.attention.rotary import Rotary
 from beaconscope.replay.kept import NEVER, Lifetimes
 from beaconscope.replay.measure import MeasureOptions, measure_head
 from beaconscope.replay.simulate import drive, schedule, simulate
@@ -40,9 +40,9 @@ def no_revisits(data):
 def slow_attention(data, head, position):
     """Attention [G, position + 1] of one position."""
     query = data.query[0, head, :, position].double().numpy()
-    logit = query @ data.key[0, head, : position + 1].double().numpy().T * data.scaling
-    if data.softcap is not None:
-        logit = data.softcap * np.tanh(logit / data.softcap)
+    logit = query @ data.key[0, head, : position + 1].double().numpy().T * data.spec.scaling
+    if data.spec.softcap is not None:
+        logit = data.spec.softcap * np.tanh(logit / data.spec.softcap)
     weight = np.exp(logit - logit.max(axis=-1, keepdims=True))
     return weight / weight.sum(axis=-1, keepdims=True)
 
@@ -85,10 +85,10 @@ def test_logits_of_200_are_measured_like_those_of_0(sign):
     """A number that is added to all logits of a query changes nothing, as long as no exponential runs over."""
     data = made_layer(seed=1)
     query, key = (torch.cat([part, torch.ones_like(part[..., :1])], dim=-1) for part in (data.query, data.key))
-    key[..., -1] = sign * 200 / data.scaling
+    key[..., -1] = sign * 200 / data.spec.scaling
     rotary = Rotary.none(query.shape[-1])
     shifted = dataclasses.replace(data, query=query, key=key, rotary=rotary)
-    assert (shifted.everything(0, 150).query @ key[:, :, None].mT * data.scaling).abs().median() > 150
+    assert (shifted.everything(0, 150).query @ key[:, :, None].mT * data.spec.scaling).abs().median() > 150
     kept = simulate(ALL, data)
     options = MeasureOptions(output_every=1)
     expected = measure_head(data, 0, kept, options, no_revisits(data))

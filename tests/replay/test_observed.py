@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from beaconscope import BeaconKV
+from beaconscope.attention.spec import AttentionSpec
 from beaconscope.kv.policies import CacheView, SnapKV
 from beaconscope.replay.beacon_history import BeaconHistories
 from beaconscope.replay.held import Held
@@ -30,8 +31,8 @@ def alone(data, query, held):
     key = data.entries(data.key, held.positions)
     view = CacheView(key, key, held.positions, NEWEST)
     return {
-        "logits": view.logits(data.scaling, (query, None)),
-        "exponentials": view.exponentials(data.scaling, (query, None)),
+        "logits": view.logits(data.spec.scaling, (query, None)),
+        "exponentials": view.exponentials(data.spec.scaling, (query, None)),
     }
 
 
@@ -50,7 +51,7 @@ def looked_up(rows, data, count, held):
 def test_the_last_or_the_first_of_the_most_queries_with_the_entries_that_are_held(size, among, times):
     # GIVEN settings that hold little of everything together, or nearly all of it
     data = made_layer(120, prompt=20, group=3)
-    data = dataclasses.replace(data, scaling=data.scaling * times)
+    data = dataclasses.replace(data, spec=AttentionSpec(data.spec.scaling * times))
     many = [
         BeaconKV(budget=52, interval=8, beacons=beacons, recent=recent)
         for beacons, recent in ((8, 7), (3, 5), (8, 3), (5, 7))

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from beaconscope import BeaconKV, RandomEviction, StreamingLLM
+from beaconscope.attention.spec import AttentionSpec
 from beaconscope.kv.policies import ExpectedAttention, KeyDiff, Knorm, SnapKV
 from beaconscope.replay.simulate import drive, schedule, simulate
 from tests.replay.made import made_layer
@@ -58,7 +59,7 @@ def test_so_they_do_under_other_attention(fields):
 def test_so_they_do_where_few_entries_get_all_attention(times):
     """Exponentials of most logits are 0, so that most scores are equal."""
     data = made_layer(110)
-    check([*BEACONS[:6], *OTHERS], dataclasses.replace(data, scaling=data.scaling * times))
+    check([*BEACONS[:6], *OTHERS], dataclasses.replace(data, spec=AttentionSpec(data.spec.scaling * times)))
 
 
 def test_a_setting_with_few_queries_that_needs_no_shared_products_goes_ahead():

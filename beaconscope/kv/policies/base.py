@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from beaconscope.attention.shifted_softmax import exponentials
+from beaconscope.attention.step import AttentionStep
+from beaconscope.attention.weights import scaled_products
 from beaconscope.errors import UsageError
 from beaconscope.kv.heads import HeadInfo
-from beaconscope.kv.softmax import exponentials
-from beaconscope.kv.step import AttentionStep, scaled_products
 
 Observers = Literal["recent", "beacons"]
 """Queries that observe at a compression: the most recent ones, or beacons rotated to the newest position."""
@@ -77,7 +78,7 @@ class CacheView:
         return scaled_products(torch.cat([query for query, _ in asked], dim=3), self.key, scaling)
 
     def exponentials(self, scaling: float, *asked: tuple[Tensor, Observers | None]) -> Tensor:
-        """The :func:`~beaconscope.kv.softmax.exponentials` of :meth:`logits`."""
+        """The :func:`~beaconscope.attention.shifted_softmax.exponentials` of :meth:`logits`."""
         return exponentials(self.logits(scaling, *asked))
 
 

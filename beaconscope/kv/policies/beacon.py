@@ -16,12 +16,12 @@ from typing import ClassVar, Literal, get_args
 
 from torch import Tensor
 
+from beaconscope.attention.shifted_softmax import normalized
 from beaconscope.errors import UsageError
 from beaconscope.kv.beacons import BeaconSettings, BeaconTracker, QuerySpace, Rotation, Selector
 from beaconscope.kv.heads import HeadInfo
 from beaconscope.kv.policies.base import CacheView, Observers, Policy, PolicyState, QueryBlock, keep_highest
 from beaconscope.kv.policies.recent import RecentQueriesState
-from beaconscope.kv.softmax import normalized
 
 Pooling = Literal["max", "mean"]
 
@@ -47,7 +47,7 @@ class BeaconKVState(RecentQueriesState):
         if beacons is not None:
             rotated = self.tracker.rotated(beacons, view.newest, policy.beacon_rotation)
             asked.append((rotated, "beacons" if policy.beacon_rotation == "current" else None))
-        scores = self._scores(normalized(view.exponentials(self._heads.scaling, *asked)))
+        scores = self._scores(normalized(view.exponentials(self._heads.spec.scaling, *asked)))
         protected = (view.positions > view.newest - policy.recent) | (view.positions < policy.sinks)
         return keep_highest(scores, protected, policy.budget, self._heads.shared)
 

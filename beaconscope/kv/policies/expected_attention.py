@@ -57,7 +57,7 @@ class ExpectedQueries:
         For queries of mean m and covariance C this is m.k / sqrt(d) + k.C.k / (2 d), both turned to the positions
         after ``view.newest``.
         """
-        policy, scaling = self._policy, self._heads.scaling
+        policy, scaling = self._policy, self._heads.spec.scaling
         sums = self._sums.with_more(self._begun)
         to = torch.arange(view.newest + 1, view.newest + 1 + policy.future, device=view.positions.device)
         key = view.key.float()  # [R, H, N, D]

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from beaconscope.attention.step import AttentionStep
 from beaconscope.errors import BeaconScopeError, UsageError
 from beaconscope.kv.heads import HeadInfo
 from beaconscope.kv.kinds import TokenKind
 from beaconscope.kv.policies.base import CacheView, Policy, PolicyState, keep_highest
 from beaconscope.kv.policies.h2o import AccumulatedAttention
-from beaconscope.kv.step import AttentionStep
 
 
 class FastGenState(PolicyState):

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from beaconscope.attention.step import AttentionStep
 from beaconscope.kv.heads import HeadInfo
 from beaconscope.kv.policies.base import CacheView, Policy, PolicyState, keep_highest
-from beaconscope.kv.step import AttentionStep
 
 
 class AccumulatedAttention:

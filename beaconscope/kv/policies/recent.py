@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from beaconscope.attention.weights import attention_weights
 from beaconscope.kv.heads import HeadInfo
 from beaconscope.kv.policies.base import CacheView, Policy, PolicyState, QueryBlock
-from beaconscope.kv.step import attention_weights
 
 
 class RecentQueriesState(PolicyState):
@@ -35,5 +35,5 @@ class RecentQueriesState(PolicyState):
             # All that is older than the oldest of these queries comes before the last ``count`` entries.
             position = view.newest - count + 1 + torch.arange(count, device=view.positions.device)
             visible = position[:, None] >= view.positions[:, :, None, None, -count:]
-        logits = view.logits(heads.scaling, (self._recent, "recent"))
-        return attention_weights(logits, heads.softcap, heads.sink_logit, visible)
+        logits = view.logits(heads.spec.scaling, (self._recent, "recent"))
+        return attention_weights(logits, heads.spec, visible)

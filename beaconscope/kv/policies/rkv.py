@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from beaconscope.attention.weights import scaled_products
 from beaconscope.errors import UsageError
 from beaconscope.kv.heads import HeadInfo
 from beaconscope.kv.policies.base import CacheView, Policy, PolicyState, keep_highest
 from beaconscope.kv.policies.pooling import pool_neighbours
 from beaconscope.kv.policies.recent import RecentQueriesState
-from beaconscope.kv.step import scaled_products
 
 _BLOCK_BYTES = 32 << 20
 """Cosines are computed in blocks of rows of at most this size."""
@@ -39,7 +39,7 @@ class RKVState(RecentQueriesState):
         policy = self._policy
         window = min(policy.window, view.size)
         before = slice(0, view.size - window)
-        logits = scaled_products(self._recent, view.key[:, :, before], self._heads.scaling)
+        logits = scaled_products(self._recent, view.key[:, :, before], self._heads.spec.scaling)
         weight = logits.amax(dim=2).softmax(dim=-1)  # [R, H, W, N - w]
         importance = pool_neighbours(weight.mean(dim=2), policy.kernel, "max")
         redundancy = redundant(view.unit_key, policy.threshold)[..., before]

@@ -15,12 +15,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from beaconscope.attention.weights import scaled_products
 from beaconscope.errors import UsageError
 from beaconscope.kv.heads import HeadInfo
 from beaconscope.kv.policies.base import CacheView, Policy, PolicyState, keep_highest
 from beaconscope.kv.policies.pooling import pool_neighbours
 from beaconscope.kv.policies.recent import RecentQueriesState
-from beaconscope.kv.step import scaled_products
 
 
 class RPCState(RecentQueriesState):
@@ -47,7 +47,7 @@ class RPCState(RecentQueriesState):
     def keep(self, view: CacheView) -> Tensor:
         # The prompt is whole and all heads hold the same, so that slots tell who competes.
         start, stop = self._heads.prompt, view.size - self._policy.recent
-        logits = scaled_products(self._recent, view.key[:, :, start:stop], self._heads.scaling)
+        logits = scaled_products(self._recent, view.key[:, :, start:stop], self._heads.spec.scaling)
         weight = logits.softmax(dim=-1)  # [R, H, G, W, C]
         score = pool_neighbours(weight.sum(dim=3).mean(dim=(1, 2)), self._policy.kernel, "mean")  # [R, C]
         none = torch.zeros_like(score, dtype=torch.bool)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from beaconscope.kv.entries import pick_entries
+from beaconscope.attention.gather import pick_entries
 
 
 @pytest.mark.parametrize("lies", ["row by row", "as attention leaves a prompt"])

@@ -7,7 +7,7 @@ import pytest
 import scipy.special
 import torch
 
-from beaconscope.kv.softmax import exponentials, normalized, shift_differs
+from beaconscope.attention.shifted_softmax import exponentials, normalized, shift_differs
 
 
 @pytest.mark.parametrize("spread", [0.1, 3.0, 30.0, 300.0])

@@ -1,0 +1,1 @@
+"""Attention arithmetic on tensors: weights, masks, rotary embeddings. Knows no model, cache or trace."""
