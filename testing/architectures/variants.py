@@ -1,0 +1,102 @@
+"""Which variants of an architecture are tried: windows, chunks, shared keys, sparse attention, other rotary embeddings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from testing.architectures.configs import text_fields
+
+WINDOW = 12
+CHUNK = 16
+
+_WINDOWS = (
+    "sliding_window",
+    "sliding_window_size",
+    "attention_window_size",
+    "window_size",
+    "local_attention",
+    "keep_window_size",
+)
+_SPARSE = ("index_topk", "indexer_budget", "index_topk_blocks")
+_ALTERNATING = ["sliding_attention", "full_attention"] * 2
+_TEMPERATURE = {"floor_scale": 8, "log_scaling_n_floor": 8}
+
+_ROTARY: Mapping[str, Mapping[str, Any]] = {
+    "rotary: linear": {"rope_type": "linear", "factor": 4.0},
+    "rotary: yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+    "rotary: llama3": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+    "rotary: dynamic": {"rope_type": "dynamic", "factor": 4.0},
+    "rotary: longrope": {
+        "rope_type": "longrope",
+        "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7],
+        "long_factor": [2.0, 2.5, 3.0, 3.5, 4.0, 4.5, 5.0, 5.5],
+        "original_max_position_embeddings": 1024,
+    },
+}
+_ROTARY_TRIED: Mapping[str, Callable[[str], bool]] = {
+    "llama": lambda kind: True,
+    "qwen3": lambda kind: True,
+    "phi3": lambda kind: kind == "longrope",
+    "deepseek_v3": lambda kind: kind != "longrope",  # its factors are for more dimensions
+}
+_PAST = "past its switch"
+
+
+def variants(architecture: str) -> dict[str, dict[str, Any]]:
+    """Overrides of the config by the name of the variant; the first is the architecture as it is."""
+    fields = text_fields(architecture)
+    found: dict[str, dict[str, Any]] = {"as it is": {}}
+    windows = {name: WINDOW for name in _WINDOWS if name in fields}
+    if windows:
+        on = windows | ({"use_sliding_window": True} if "use_sliding_window" in fields else {})
+        if "max_window_layers" in fields:
+            on["max_window_layers"] = 2
+        found["short window"] = on
+        kinds = set(fields.get("layer_types") or ())
+        if kinds and kinds <= {"sliding_attention", "full_attention"}:
+            found["short window in every other layer"] = {**on, "layer_types": _ALTERNATING}
+            found["no window"] = {"layer_types": ["full_attention"] * 4}
+    if "attention_chunk_size" in fields:
+        found["short chunks"] = {"attention_chunk_size": CHUNK}
+    temperature = {name: value for name, value in _TEMPERATURE.items() if name in fields}
+    if temperature:
+        found["temperature by position"] = temperature
+    if "num_kv_shared_layers" in fields:
+        found["shared keys"] = {"num_kv_shared_layers": 2}
+    sparse = {name: 16 for name in _SPARSE if isinstance(fields.get(name), int)}
+    if sparse:
+        found["sparse"] = sparse
+    if fields.get("is_decoder") is False:
+        found["as a decoder"] = {"is_decoder": True}
+    if fields.get("alibi") is False:
+        found["alibi"] = {"alibi": True}
+    if fields.get("new_decoder_architecture") is False:
+        found["new decoder"] = {"new_decoder_architecture": True}
+    if architecture in _ROTARY_TRIED:
+        found |= _rotary(fields, _ROTARY_TRIED[architecture])
+    return found
+
+
+def _rotary(fields: Mapping[str, Any], allowed: Callable[[str], bool]) -> dict[str, dict[str, Any]]:
+    base = {"rope_theta": 10000.0}
+    if "partial_rotary_factor" in (fields.get("rope_parameters") or {}):
+        base["partial_rotary_factor"] = fields["rope_parameters"]["partial_rotary_factor"]
+    found = {}
+    for name, parameters in _ROTARY.items():
+        if not allowed(parameters["rope_type"]):
+            continue
+        found[name] = {"rope_parameters": {**base, **parameters}}
+        if parameters["rope_type"] == "dynamic":
+            found[f"{name}, {_PAST}"] = {**found[name], "max_position_embeddings": 128}
+        if parameters["rope_type"] == "longrope":
+            past = {**base, **parameters, "original_max_position_embeddings": 128}
+            found[f"{name}, {_PAST}"] = {"rope_parameters": past, "original_max_position_embeddings": 128}
+            found[name]["original_max_position_embeddings"] = 1024
+    return found
