@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedConfig, PreTrainedModel
+import torch
+from transformers import PreTrainedConfig
 
 import beaconscope
 from beaconscope import BeaconCache, BeaconKV, BeaconScopeError, Full, RecordOptions, Trace
@@ -64,12 +65,14 @@ def examine(architecture: str, variant: str, config: PreTrainedConfig, folder: P
     try:
         twin = Twin(config)
         prompt = list(PROMPT.encode())
-        twin.run(prompt)
+        numbered, unnumbered = twin.run(prompt), twin.run(prompt, numbered=False)
     except Exception as error:
         result.status, result.details = UNBUILT, [_line(error)]
         return result
     wrong: list[str] = []
     notes: list[str] = []
+    if not torch.allclose(numbered.logits, unnumbered.logits, atol=1e-3):
+        notes.append("transformers' generate numbers positions otherwise than its model does by itself; so does the tool")
     try:
         stage = "generate of transformers"
         try:
@@ -97,7 +100,7 @@ def examine(architecture: str, variant: str, config: PreTrainedConfig, folder: P
         small = _record(config, policy, folder, said, space)
         notes += said
         stage = "small cache"
-        masked = Twin(config, hiding=True).run(token_ids(small), hidden_entries(small))
+        masked = twin.run(token_ids(small), hidden_entries(small))
         wrong += _named("small cache", check_logprobs(small, masked) + check_attention(small, masked))
         silent = not any("compress" in note for note in said)
         wrong += _named("small cache", check_evictions(small, policy, twin.run(token_ids(small)), silent))
@@ -178,8 +181,3 @@ def _named(where: str, found: list[str]) -> list[str]:
 def _line(error: BaseException) -> str:
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:200]}"
-
-
-def supports_interface(model: PreTrainedModel) -> bool:
-    """Whether a model's attention goes through transformers' attention interface."""
-    return bool(getattr(model, "_supports_attention_backend", False))
