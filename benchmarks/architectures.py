@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import dataclasses
 import json
 import sys
@@ -43,12 +44,15 @@ def main() -> None:
     names = [name for name in architectures() if any(_named(name, part) for part in parts)]
     if options.list:
         for name in names:
-            print(name, "|", "; ".join(variants(name)))
+            with contextlib.suppress(Exception):
+                print(name, "|", "; ".join(variants(name)))
         return
     print(f"transformers {transformers.__version__}, {beaconscope.__file__}", flush=True)
     started = time.monotonic()
     results = []
-    for result in sweep(names, options.workers, None if options.variant is None else lambda name: options.variant in name):
+    for result in sweep(
+        names, options.workers, None if options.variant is None else lambda name: options.variant in name
+    ):
         results.append(result)
         print(f"{result.status:20} {result.architecture} [{result.variant}] {' | '.join(result.details)}", flush=True)
     order = {name: number for number, name in enumerate(names)}

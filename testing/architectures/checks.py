@@ -7,8 +7,6 @@ wrong is an empty list.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -90,12 +88,13 @@ def check_evictions(trace: Trace, policy: BeaconKV, truth: Pass, silent: bool) -
         Whether nothing was said of layers that are not compressed.
     """
     found = []
+    left = []
     most = policy.budget + policy.interval
     for layer in trace.layers:
         compressed = [head for head in trace.kv_heads(layer) if trace.evictions(layer, head)]
         if not compressed:
             if silent and layer in truth.weights and sees_everything(truth.weights[layer]):
-                found.append(f"nothing was evicted from layer {layer}, which sees everything, and nothing says so")
+                left.append(layer)
             continue
         for head in trace.kv_heads(layer):
             held = max(len(trace.kept(layer, head, p)) for p in range(trace.prompt_length - 1, trace.length))
@@ -107,6 +106,8 @@ def check_evictions(trace: Trace, policy: BeaconKV, truth: Pass, silent: bool) -
             replayed = [(position, dropped.tolist()) for position, dropped in kept.evicted(number)]
             if recorded != replayed:
                 found.append(f"replay evicts otherwise than layer {layer}, KV head {head}, was recorded")
+    if left:
+        found.append(f"nothing was evicted from layers {left}, which see everything, and nothing says so")
     return found
 
 
@@ -160,8 +161,3 @@ def _masses_off(trace: Trace, head: object, weights: Tensor) -> float:
 
 def _off(ours: Tensor, theirs: Tensor) -> float:
     return float((ours.float() - theirs.float()).abs().nan_to_num(nan=torch.inf).max())
-
-
-def trace_path(folder: Path, name: str) -> Path:
-    """Where a trace goes."""
-    return folder / f"{name}.parquet"

@@ -1,19 +1,21 @@
-"""Examine one architecture: record it, and hold every number of the traces against its twin."""
+"""Examine one architecture: record it in several ways, and compare every number of the traces with its twin."""
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import inspect
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 
 import beaconscope
-from beaconscope import BeaconCache, BeaconKV, BeaconScopeError, Full, RecordOptions, Trace
+from beaconscope import BeaconCache, BeaconKV, BeaconScopeError, Full, Prompt, RecordOptions, Trace, load_trace
 from testing.architectures.checks import (
     check_attention,
     check_evictions,
@@ -21,163 +23,230 @@ from testing.architectures.checks import (
     check_tokens,
     hidden_entries,
     token_ids,
-    trace_path,
     unchecked_layers,
 )
 from testing.architectures.models import tiny_model
 from testing.architectures.twin import Twin, generate
 from tests.tiny import tiny_tokenizer
 
-RIGHT, NOTED, REFUSED, WRONG, TRACEBACK, UNBUILT = (
-    "right",
-    "right, with a note",
-    "refused",
-    "WRONG",
-    "TRACEBACK",
-    "not built",
-)
+RIGHT = "right"
+NOTED = "right, with a note"
+REFUSED = "refused"
+WRONG = "WRONG"
+TRACEBACK = "TRACEBACK"
+UNBUILT = "not built"
+
 PROMPT = "Plan: add, then double; then look back at the first numbers. 3 and 4? 12 and 9?"
+SHORTER = "Halve 12, and then add 30 to it; is that even? Yes or no."
 NEW = 100
-SMALL = {"budget": 32, "interval": 8, "recent": 8, "beacons": 4}
-LARGE = {"budget": 512, "interval": 8, "recent": 8, "beacons": 4}
-_EXPECTED_NOTES = ("The trace takes at most", "The cache never filled")
+FEW = 24
+"""New tokens where a short text will do."""
+CHUNK = 30
+"""Tokens of the prompt that are fed at once where it is fed in pieces."""
+SMALL: dict[str, Any] = {"budget": 32, "interval": 8, "recent": 8, "beacons": 4}
+LARGE: dict[str, Any] = {**SMALL, "budget": 512}
+_EXPECTED_NOTES = ("The trace takes at most", "The cache never filled", "Prompts ", "The model's context of")
 
 
-@dataclass
+@dataclass(frozen=True)
 class Result:
     """What one variant of an architecture gave."""
 
     architecture: str
     variant: str
-    status: str = RIGHT
+    status: str
     details: list[str] = field(default_factory=list)
     """What is wrong, why it is refused, or what to know."""
 
 
-class _Stop(Exception):
-    """Nothing more can be examined."""
+class _Refused(Exception):
+    """BeaconScope refuses the model, in one line."""
 
 
 def examine(architecture: str, variant: str, config: PreTrainedConfig, folder: Path) -> Result:
     """Record a tiny model of ``config`` with a full and with compressed caches, and check every number."""
-    result = Result(architecture, variant)
-    stage = "building"
     try:
         twin = Twin(config)
         prompt = list(PROMPT.encode())
-        numbered, unnumbered = twin.run(prompt), twin.run(prompt, numbered=False)
+        given, own = twin.run(prompt), twin.run(prompt, numbered=False)
     except Exception as error:
-        result.status, result.details = UNBUILT, [_line(error)]
-        return result
-    wrong: list[str] = []
-    notes: list[str] = []
-    if not torch.allclose(numbered.logits, unnumbered.logits, atol=1e-3):
-        notes.append("transformers' generate numbers positions otherwise than its model does by itself; so does the tool")
+        return Result(architecture, variant, UNBUILT, [one_line(error)])
+    examination = _Examination(config, twin, folder)
+    if not torch.allclose(given.logits, own.logits, atol=1e-3):
+        examination.notes.append("generate, and so the tool, numbers positions otherwise than the model left to itself")
+    status = RIGHT
     try:
-        stage = "generate of transformers"
-        try:
-            expected = generate(tiny_model(copy.deepcopy(config)), prompt, NEW)
-        except Exception as error:
-            expected = None
-            notes.append(f"generate itself fails ({_line(error)})")
-        stage = "record, full cache"
-        space: dict[str, Any] = {}
-        full = _record(config, Full(), folder, notes, space)
-        truth = twin.run(token_ids(full))
-        if expected is not None:
-            wrong += _named("full cache", check_tokens(full, expected, truth))
-        wrong += _named("full cache", check_logprobs(full, truth) + check_attention(full, truth))
-        unknown = unchecked_layers(full, truth)
-        if unknown:
-            notes.append(f"transformers gives no attention weights of layers {unknown}; they are not checked")
-        stage = "record, large cache, eager"
-        large = _record(config, BeaconKV(**LARGE, **space), folder, notes, space, attn="eager")
-        wrong += _named("large cache", [] if token_ids(large) == token_ids(full) else ["tokens are not the full one's"])
-        wrong += _named("large cache", check_logprobs(large, twin.run(token_ids(large))))
-        stage = "record, small cache"
-        said: list[str] = []
-        policy = BeaconKV(**SMALL, **space)
-        small = _record(config, policy, folder, said, space)
-        notes += said
-        stage = "small cache"
-        masked = twin.run(token_ids(small), hidden_entries(small))
-        wrong += _named("small cache", check_logprobs(small, masked) + check_attention(small, masked))
-        silent = not any("compress" in note for note in said)
-        wrong += _named("small cache", check_evictions(small, policy, twin.run(token_ids(small)), silent))
-        stage = "generate with a BeaconCache"
-        wrong += _named("generate with BeaconCache", _generated(config, policy, small))
-    except (_Stop, BeaconScopeError) as stop:
-        result.status, result.details = REFUSED, [str(stop)]
-        if wrong:
-            result.status, result.details = WRONG, [*wrong, *notes, f"then refused: {stop}"]
-        elif stage != "record, full cache":
-            result.status, result.details = NOTED, [*notes, f"{stage}: refused: {stop}"]
-        return result
+        examination.run()
+    except _Refused as refusal:
+        examined = examination.stage != _Examination.stage
+        status = NOTED if examined else REFUSED
+        examination.notes.append(f"{examination.stage}: {refusal}" if examined else str(refusal))
     except Exception as error:
-        frame = next((f for f in reversed(traceback.extract_tb(error.__traceback__)) if "testing" not in f.filename), None)
-        at = "" if frame is None else f" ({'/'.join(Path(frame.filename).parts[-2:])}:{frame.lineno})"
-        result.status, result.details = TRACEBACK, [f"{stage}: {_line(error)}{at}", *wrong, *notes]
-        return result
-    result.status = WRONG if wrong else NOTED if notes else RIGHT
-    result.details = [*wrong, *dict.fromkeys(notes)]
-    return result
-
-
-def _record(
-    config: PreTrainedConfig,
-    policy: Full | BeaconKV,
-    folder: Path,
-    notes: list[str],
-    space: dict[str, Any],
-    attn: str | None = None,
-) -> Trace:
-    """Record a fresh model; where pre-RoPE queries are not known, in the space that the refusal names."""
-    name = f"{policy.name}-{getattr(policy, 'budget', 0)}"
-    said: list[str] = []
-    while True:
-        options = RecordOptions(
-            policy=policy if isinstance(policy, Full) else BeaconKV(**{**vars(policy), **space}),
-            shadow=BeaconKV(beacons=4, recent=8, **space),
-            layers="all",
-            raw=True,
-            max_new_tokens=NEW,
-            local_window=24,
+        frames = [each for each in traceback.extract_tb(error.__traceback__) if "/testing/" not in each.filename]
+        at = f" ({'/'.join(Path(frames[-1].filename).parts[-2:])}:{frames[-1].lineno})" if frames else ""
+        return Result(
+            architecture, variant, TRACEBACK, [f"{examination.stage}: {one_line(error)}{at}", *examination.details()]
         )
-        model = tiny_model(copy.deepcopy(config), attn)
-        tokenizer = tiny_tokenizer()
-        tokenizer.eos_token = None
+    if examination.wrong:
+        status = WRONG
+    elif status == RIGHT and examination.notes:
+        status = NOTED
+    return Result(architecture, variant, status, examination.details())
+
+
+class _Examination:
+    """The recordings of one model. ``wrong`` and ``notes`` say what was found."""
+
+    stage = "full cache"
+
+    def __init__(self, config: PreTrainedConfig, twin: Twin, folder: Path) -> None:
+        self._config = config
+        self._twin = twin
+        self._folder = folder
+        self._space: dict[str, Any] = {}
+        self.wrong: list[str] = []
+        self.notes: list[str] = []
+
+    def details(self) -> list[str]:
+        """Everything that was found, once each."""
+        return list(dict.fromkeys([*self.wrong, *self.notes]))
+
+    def run(self) -> None:
+        """Record in every way, and check."""
+        full = self._full()
+        self._large(full)
+        small = self._small()
+        self._batch()
+        self._generate(small)
+
+    def _full(self) -> Trace:
+        """A full cache: tokens, hits, masses, logprobs and recomputed attention."""
+        trace = self._record(Full())
+        truth = self._twin.run(token_ids(trace))
+        ids = token_ids(trace)[: trace.prompt_length]
         try:
-            trace = beaconscope.record(
-                model, tokenizer, PROMPT, options, output=trace_path(folder, name), force=True, note=said.append
-            )
-        except BeaconScopeError as error:
-            text = str(error)
-            if len(text.splitlines()) > 1:
-                raise AssertionError(f"a refusal of several lines: {text!r}") from error
-            if "post-rope" in text and not space:
-                space["query_space"] = "post-rope"
-                notes.append(f"only with --query-space post-rope: {text}")
-                continue
-            raise _Stop(text) from error
-        notes += [note for note in said if not note.startswith(_EXPECTED_NOTES)]
+            expected = generate(tiny_model(copy.deepcopy(self._config)), ids, NEW)
+        except Exception as error:
+            self.notes.append(f"generate itself fails ({one_line(error)})")
+        else:
+            self._find(check_tokens(trace, expected, truth))
+        self._find(check_logprobs(trace, truth) + check_attention(trace, truth))
+        unknown = unchecked_layers(trace, truth)
+        if unknown:
+            self.notes.append(f"transformers gives no weights of layers {unknown}: their attention is not checked")
         return trace
 
+    def _large(self, full: Trace) -> None:
+        """A cache that never fills, eager attention, the prompt in pieces: the same tokens."""
+        self.stage = "large cache, eager, prompt in pieces"
+        trace = self._record(BeaconKV(**LARGE), attn="eager", max_new_tokens=FEW, prefill_chunk=CHUNK)
+        ids = token_ids(trace)
+        self._find([] if ids == token_ids(full)[: len(ids)] else ["tokens are not those of the full cache"])
+        truth = self._twin.run(ids)
+        self._find(check_logprobs(trace, truth) + check_attention(trace, truth))
 
-def _generated(config: PreTrainedConfig, policy: BeaconKV, recorded: Trace) -> list[str]:
-    """What ``generate`` writes with a cache of our own, which must be what was recorded."""
-    model = tiny_model(copy.deepcopy(config))
-    cache = BeaconCache(model, **vars(policy))
-    ids = token_ids(recorded)
-    prompt = ids[: recorded.prompt_length]
-    argument = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
-    written = generate(model, prompt, len(ids) - len(prompt), **{argument: cache})
-    return [] if written == ids[len(prompt) :] else ["tokens are not those of the recording"]
+    def _small(self) -> Trace:
+        """A compressed cache: what it dropped is hidden from the twin, which must then compute the same."""
+        self.stage = "small cache"
+        said = len(self.notes)
+        policy = BeaconKV(**SMALL)
+        trace = self._record(policy)
+        ids = token_ids(trace)
+        self._check_compressed(trace)
+        silent = not any("compress" in note for note in self.notes[said:])
+        self._find(check_evictions(trace, self._spaced(policy), self._twin.run(ids), silent))
+        return trace
+
+    def _batch(self) -> None:
+        """Two prompts of unequal length together, each as if it were alone."""
+        self.stage = "batch of unequal prompts"
+        options = self._options(BeaconKV(**SMALL), max_new_tokens=FEW)
+        folder = self._folder / "batch"
+        prompts = [Prompt("longer", PROMPT), Prompt("shorter", SHORTER)]
+        model = tiny_model(copy.deepcopy(self._config))
+        paths = _refusing(
+            beaconscope.record_prompts,
+            model,
+            endless_tokenizer(),
+            prompts,
+            options,
+            folder=folder,
+            batch_size=2,
+            force=True,
+            note=self._hear,
+        )
+        for path in paths:
+            self._check_compressed(load_trace(path))
+
+    def _generate(self, recorded: Trace) -> None:
+        """``generate`` with a cache of our own: the tokens of the recording."""
+        self.stage = "generate with a BeaconCache"
+        model = tiny_model(copy.deepcopy(self._config))
+        cache = _refusing(BeaconCache, model, **{**SMALL, **self._space})
+        ids = token_ids(recorded)
+        new = ids[recorded.prompt_length :]
+        argument = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+        written = _refusing(generate, model, ids[: recorded.prompt_length], len(new), **{argument: cache})
+        self._find([] if written == new else ["tokens are not those of the recording"])
+
+    def _check_compressed(self, trace: Trace) -> None:
+        truth = self._twin.run(token_ids(trace), hidden_entries(trace))
+        self._find(check_logprobs(trace, truth) + check_attention(trace, truth))
+
+    def _find(self, wrong: Sequence[str]) -> None:
+        self.wrong += [f"{self.stage}: {each}" for each in wrong]
+
+    def _hear(self, note: str) -> None:
+        if not note.startswith(_EXPECTED_NOTES):
+            self.notes.append(note)
+
+    def _record(self, policy: Full | BeaconKV, attn: str | None = None, **options: Any) -> Trace:
+        """Record a fresh model; where a refusal says so, with queries compared after the rotary embedding."""
+        while True:
+            try:
+                return _refusing(
+                    beaconscope.record,
+                    tiny_model(copy.deepcopy(self._config), attn),
+                    endless_tokenizer(),
+                    PROMPT,
+                    self._options(policy, **options),
+                    output=self._folder / f"{self.stage}.parquet",
+                    force=True,
+                    note=self._hear,
+                )
+            except _Refused as refusal:
+                if "post-rope" not in str(refusal) or self._space:
+                    raise
+                self._space = {"query_space": "post-rope"}
+                self.notes.append(f"needs --query-space post-rope: {refusal}")
+
+    def _options(self, policy: Full | BeaconKV, **options: Any) -> RecordOptions:
+        settings = {"layers": "all", "raw": True, "max_new_tokens": NEW, "local_window": 24, **options}
+        shadow = BeaconKV(beacons=4, recent=8, **self._space)
+        return RecordOptions(policy=self._spaced(policy), shadow=shadow, **settings)
+
+    def _spaced(self, policy: Any) -> Any:
+        return dataclasses.replace(policy, **self._space) if isinstance(policy, BeaconKV) else policy
 
 
-def _named(where: str, found: list[str]) -> list[str]:
-    return [f"{where}: {each}" for each in found]
+def endless_tokenizer() -> PreTrainedTokenizerFast:
+    """A byte-level tokenizer without an end token, so that every text reaches its limit."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.eos_token = None
+    return tokenizer
 
 
-def _line(error: BaseException) -> str:
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:200]}"
+def one_line(error: BaseException) -> str:
+    """An exception in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
+def _refusing(function: Any, *arguments: Any, **options: Any) -> Any:
+    """Call ``function``, and turn what BeaconScope refuses into :class:`_Refused`; a refusal is one line."""
+    try:
+        return function(*arguments, **options)
+    except BeaconScopeError as error:
+        text = str(error)
+        if not text or len(text.splitlines()) > 1:
+            raise AssertionError(f"a refusal is one line, not {text!r}") from error
+        raise _Refused(text) from error

@@ -16,7 +16,7 @@ import torch
 import transformers
 
 from testing.architectures.configs import tiny_config
-from testing.architectures.examine import TRACEBACK, UNBUILT, Result, examine
+from testing.architectures.examine import TRACEBACK, UNBUILT, Result, examine, one_line
 from testing.architectures.variants import variants
 
 SECONDS = 300
@@ -32,7 +32,9 @@ class _Running:
     doing: str = ""
 
 
-def sweep(architectures: Iterable[str], workers: int = 2, only_variant: Callable[[str], bool] | None = None) -> Iterator[Result]:
+def sweep(
+    architectures: Iterable[str], workers: int = 2, only_variant: Callable[[str], bool] | None = None
+) -> Iterator[Result]:
     """Examine architectures, ``workers`` at a time, and give every result as it comes.
 
     Processes are forked, so that transformers is imported once.
@@ -56,7 +58,9 @@ def sweep(architectures: Iterable[str], workers: int = 2, only_variant: Callable
                 one.process.join()
                 running.remove(one)
                 if one.process.exitcode:
-                    yield Result(one.architecture, one.doing, TRACEBACK, [f"the process died with {one.process.exitcode}"])
+                    yield Result(
+                        one.architecture, one.doing, TRACEBACK, [f"the process died with {one.process.exitcode}"]
+                    )
                 continue
             if isinstance(message, Result):
                 yield message
@@ -77,16 +81,16 @@ def _work(architecture: str, connection: Connection, only_variant: Callable[[str
     try:
         tried = variants(architecture)
     except Exception as error:
-        connection.send(Result(architecture, "as it is", UNBUILT, [f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"]))
+        connection.send(Result(architecture, "as it is", UNBUILT, [one_line(error)]))
         return
-    with tempfile.TemporaryDirectory() as folder:
-        for name, overrides in tried.items():
+    for name, overrides in tried.items():
+        with tempfile.TemporaryDirectory() as folder:
             if only_variant is not None and not only_variant(name):
                 continue
             connection.send(name)
             try:
                 config = tiny_config(architecture, **overrides)
             except Exception as error:
-                connection.send(Result(architecture, name, UNBUILT, [f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"]))
+                connection.send(Result(architecture, name, UNBUILT, [one_line(error)]))
                 continue
             connection.send(examine(architecture, name, config, Path(folder)))

@@ -50,9 +50,7 @@ class Twin:
             AttentionMaskInterface.register(_OURS, ALL_MASK_ATTENTION_FUNCTIONS["eager"])
             self.model.set_attn_implementation(_OURS)
 
-    def run(
-        self, tokens: list[int], hidden: Mapping[int, Tensor] | None = None, *, numbered: bool = True
-    ) -> Pass:
+    def run(self, tokens: list[int], hidden: Mapping[int, Tensor] | None = None, *, numbered: bool = True) -> Pass:
         """Run all tokens at once.
 
         Parameters
@@ -72,7 +70,9 @@ class Twin:
         hooks = []
         if not self.interface:
             options["output_attentions"] = True
-            hooks = [each.register_forward_hook(self._collect) for each in self.model.modules() if _layer(each) is not None]
+            hooks = [
+                each.register_forward_hook(self._collect) for each in self.model.modules() if _layer(each) is not None
+            ]
         try:
             with torch.inference_mode():
                 output = self.model(torch.tensor([tokens]), use_cache=False, **options)

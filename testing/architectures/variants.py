@@ -18,9 +18,24 @@ _WINDOWS = (
     "local_attention",
     "keep_window_size",
 )
-_SPARSE = ("index_topk", "indexer_budget", "index_topk_blocks")
+_SPARSE = {"index_topk": 16, "indexer_budget": 16, "index_topk_blocks": 2}
+"""Queries see so many entries, or blocks of them."""
 _ALTERNATING = ["sliding_attention", "full_attention"] * 2
 _TEMPERATURE = {"floor_scale": 8, "log_scaling_n_floor": 8}
+"""Queries are scaled by their position from this length on."""
+_SWITCHES: Mapping[str, tuple[str, Any]] = {
+    "is_decoder": ("as a decoder", True),
+    "alibi": ("alibi", True),
+    "new_decoder_architecture": ("new decoder", True),
+    "use_bidirectional_attention": ("bidirectional", True),
+    "scale_attn_by_inverse_layer_idx": ("scaled by layer", True),
+    "reorder_and_upcast_attn": ("reordered attention", True),
+    "multi_query": ("a KV head for each query head", False),
+    "attention_k_eq_v": ("values are keys", True),
+    "prefix_lm": ("no prefix", False),
+    "attn_logit_softcapping": ("soft cap", 20.0),
+}
+"""Fields that change attention: what the variant is called, and the value other than the usual one."""
 
 _ROTARY: Mapping[str, Mapping[str, Any]] = {
     "rotary: linear": {"rope_type": "linear", "factor": 4.0},
@@ -62,23 +77,21 @@ def variants(architecture: str) -> dict[str, dict[str, Any]]:
         kinds = set(fields.get("layer_types") or ())
         if kinds and kinds <= {"sliding_attention", "full_attention"}:
             found["short window in every other layer"] = {**on, "layer_types": _ALTERNATING}
-            found["no window"] = {"layer_types": ["full_attention"] * 4}
     if "attention_chunk_size" in fields:
         found["short chunks"] = {"attention_chunk_size": CHUNK}
+    if "llama_4_scaling_beta" in (fields.get("rope_parameters") or {}):
+        scaled = {**fields["rope_parameters"], "original_max_position_embeddings": 8}
+        found["temperature by position"] = {"rope_parameters": scaled}
     temperature = {name: value for name, value in _TEMPERATURE.items() if name in fields}
     if temperature:
         found["temperature by position"] = temperature
     if "num_kv_shared_layers" in fields:
-        found["shared keys"] = {"num_kv_shared_layers": 2}
-    sparse = {name: 16 for name in _SPARSE if isinstance(fields.get(name), int)}
-    if sparse:
-        found["sparse"] = sparse
-    if fields.get("is_decoder") is False:
-        found["as a decoder"] = {"is_decoder": True}
-    if fields.get("alibi") is False:
-        found["alibi"] = {"alibi": True}
-    if fields.get("new_decoder_architecture") is False:
-        found["new decoder"] = {"new_decoder_architecture": True}
+        found["shared keys"] = {"num_kv_shared_layers": 2, "layer_types": _ALTERNATING}
+    if any(name in fields for name in _SPARSE):
+        found["sparse"] = {name: value for name, value in _SPARSE.items() if name in fields}
+    for name, (variant, value) in _SWITCHES.items():
+        if fields.get(name, value) in (None, False, True) and name in fields and fields[name] != value:
+            found[variant] = {name: "all" if fields["model_type"].startswith("gemma4") and "bidir" in name else value}
     if architecture in _ROTARY_TRIED:
         found |= _rotary(fields, _ROTARY_TRIED[architecture])
     return found
