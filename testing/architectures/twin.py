@@ -1,8 +1,8 @@
 """What a model computes, taken from transformers alone: nothing of BeaconScope is imported here.
 
-A twin has the weights of the model under test and runs eager attention over whole sequences without a cache. The
-attention modules hand out their weights, which hooks collect. Entries can be hidden from later queries, as a compressed
-cache hides what it has dropped.
+A twin has the weights of the model under test and runs whole sequences without a cache. Its attention is transformers'
+own; asked for unit vectors in place of the values, it says what weight every entry has. Entries can be hidden from
+later queries, as a compressed cache hides what it has dropped.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from testing.architectures.models import tiny_model
 
-_OURS = "twin_eager"
+_PREFIX = "twin_"
 
 
 @dataclass(frozen=True)
@@ -37,18 +38,25 @@ class Pass:
 
 
 class Twin:
-    """The model of ``config``, run by transformers alone; the config is copied."""
+    """The model of ``config``, run by transformers alone.
 
-    def __init__(self, config: PreTrainedConfig) -> None:
-        self.model = tiny_model(copy.deepcopy(config), "eager")
+    Parameters
+    ----------
+    config
+        Is copied.
+    attn
+        ``eager`` or ``sdpa``; None is what transformers takes by itself.
+    """
+
+    def __init__(self, config: PreTrainedConfig, attn: str | None = None) -> None:
+        self.model = tiny_model(copy.deepcopy(config), attn)
         self.interface = bool(getattr(self.model, "_supports_attention_backend", False))
         """Whether attention goes through transformers' attention interface; only then can entries be hidden."""
+        self._backend = str(self.model.config._attn_implementation)
         self._hidden: Mapping[int, Tensor] = {}
         self._found: dict[int, list[Tensor]] = {}
         if self.interface:
-            AttentionInterface.register(_OURS, self._attend)
-            AttentionMaskInterface.register(_OURS, ALL_MASK_ATTENTION_FUNCTIONS["eager"])
-            self.model.set_attn_implementation(_OURS)
+            AttentionMaskInterface.register(_PREFIX + self._backend, ALL_MASK_ATTENTION_FUNCTIONS[self._backend])
 
     def run(self, tokens: list[int], hidden: Mapping[int, Tensor] | None = None, *, numbered: bool = True) -> Pass:
         """Run all tokens at once.
@@ -73,6 +81,10 @@ class Twin:
             hooks = [
                 each.register_forward_hook(self._collect) for each in self.model.modules() if _layer(each) is not None
             ]
+        else:
+            # Anew for each pass: another twin may have registered its own function.
+            AttentionInterface.register(_PREFIX + self._backend, self._attend)
+            self.model.set_attn_implementation(_PREFIX + self._backend)
         try:
             with torch.inference_mode():
                 output = self.model(torch.tensor([tokens]), use_cache=False, **options)
@@ -92,16 +104,25 @@ class Twin:
         layer = _layer(module)
         hidden = None if layer is None else self._hidden.get(layer)
         if hidden is not None:
-            lowest = torch.finfo(query.dtype).min
-            extra = torch.zeros(hidden.shape, dtype=query.dtype).masked_fill(hidden, lowest)[None]
-            # Not added: two lowest numbers together are infinite.
-            attention_mask = extra if attention_mask is None else torch.minimum(attention_mask, extra)
-        attend = _eager(module)
+            attention_mask = self._hide(module, hidden, query, attention_mask)
+        attend = _eager(module) if self._backend == "eager" else ALL_ATTENTION_FUNCTIONS[self._backend]
         if layer is not None and query.shape[2] == key.shape[2]:
             # Attention is linear in the values: what it makes of unit vectors are its weights, sinks and all.
             unit = torch.eye(key.shape[2], dtype=value.dtype).expand(*value.shape[:2], -1, -1)
             self._note(layer, attend(module, query, key, unit, attention_mask, **kwargs)[0][0].transpose(0, 1))
         return attend(module, query, key, value, attention_mask, **kwargs)
+
+    def _hide(self, module: nn.Module, hidden: Tensor, query: Tensor, mask: Tensor | None) -> Tensor:
+        """A mask [1, Hq, T, T] that hides more than ``mask`` does."""
+        if mask is None and getattr(module, "is_causal", True):
+            # What scaled_dot_product_attention does by itself.
+            hidden = hidden | torch.ones_like(hidden).triu(1)
+        if self._backend == "sdpa":
+            return ~hidden[None] if mask is None else mask & ~hidden[None]
+        lowest = torch.finfo(query.dtype).min
+        extra = torch.zeros(hidden.shape, dtype=query.dtype).masked_fill(hidden, lowest)[None]
+        # Not added: two lowest numbers together are infinite.
+        return extra if mask is None else torch.minimum(mask, extra)
 
     def _collect(self, module: nn.Module, inputs: Any, output: Any) -> None:
         """Take the weights that an attention module hands out."""
@@ -116,9 +137,9 @@ class Twin:
 
 
 def _layer(module: nn.Module) -> int | None:
-    """The layer that an attention module says it is in."""
+    """The layer that a module says it is in."""
     layer = getattr(module, "layer_idx", None)
-    return layer if isinstance(layer, int) and "ttention" in type(module).__name__ else None
+    return layer if isinstance(layer, int) else None
 
 
 def generate(model: PreTrainedModel, prompt: list[int], count: int, **options: Any) -> list[int]:

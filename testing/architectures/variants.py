@@ -1,4 +1,4 @@
-"""Which variants of an architecture are tried: windows, chunks, shared keys, sparse attention, other rotary embeddings."""
+"""Which variants of an architecture are tried: windows, chunks, shared keys, sparse attention, rotary embeddings."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 from testing.architectures.configs import text_fields
 
+AS_IT_IS = "default"
 WINDOW = 12
 CHUNK = 16
 
@@ -38,17 +39,17 @@ _SWITCHES: Mapping[str, tuple[str, Any]] = {
 """Fields that change attention: what the variant is called, and the value other than the usual one."""
 
 _ROTARY: Mapping[str, Mapping[str, Any]] = {
-    "rotary: linear": {"rope_type": "linear", "factor": 4.0},
-    "rotary: yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
-    "rotary: llama3": {
+    "linear rope": {"rope_type": "linear", "factor": 4.0},
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+    "llama3 rope": {
         "rope_type": "llama3",
         "factor": 8.0,
         "low_freq_factor": 1.0,
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 64,
     },
-    "rotary: dynamic": {"rope_type": "dynamic", "factor": 4.0},
-    "rotary: longrope": {
+    "dynamic rope": {"rope_type": "dynamic", "factor": 4.0},
+    "longrope": {
         "rope_type": "longrope",
         "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7],
         "long_factor": [2.0, 2.5, 3.0, 3.5, 4.0, 4.5, 5.0, 5.5],
@@ -67,7 +68,7 @@ _PAST = "past its switch"
 def variants(architecture: str) -> dict[str, dict[str, Any]]:
     """Overrides of the config by the name of the variant; the first is the architecture as it is."""
     fields = text_fields(architecture)
-    found: dict[str, dict[str, Any]] = {"as it is": {}}
+    found: dict[str, dict[str, Any]] = {AS_IT_IS: {}}
     windows = {name: WINDOW for name in _WINDOWS if name in fields}
     if windows:
         on = windows | ({"use_sliding_window": True} if "use_sliding_window" in fields else {})
@@ -86,9 +87,9 @@ def variants(architecture: str) -> dict[str, dict[str, Any]]:
     if temperature:
         found["temperature by position"] = temperature
     if "num_kv_shared_layers" in fields:
-        found["shared keys"] = {"num_kv_shared_layers": 2, "layer_types": _ALTERNATING}
+        found["shared keys and values"] = {"num_kv_shared_layers": 2, "layer_types": _ALTERNATING}
     if any(name in fields for name in _SPARSE):
-        found["sparse"] = {name: value for name, value in _SPARSE.items() if name in fields}
+        found["sparse attention"] = {name: value for name, value in _SPARSE.items() if name in fields}
     for name, (variant, value) in _SWITCHES.items():
         if fields.get(name, value) in (None, False, True) and name in fields and fields[name] != value:
             found[variant] = {name: "all" if fields["model_type"].startswith("gemma4") and "bidir" in name else value}
@@ -107,9 +108,9 @@ def _rotary(fields: Mapping[str, Any], allowed: Callable[[str], bool]) -> dict[s
             continue
         found[name] = {"rope_parameters": {**base, **parameters}}
         if parameters["rope_type"] == "dynamic":
-            found[f"{name}, {_PAST}"] = {**found[name], "max_position_embeddings": 128}
+            found[f"{name} {_PAST}"] = {**found[name], "max_position_embeddings": 128}
         if parameters["rope_type"] == "longrope":
             past = {**base, **parameters, "original_max_position_embeddings": 128}
-            found[f"{name}, {_PAST}"] = {"rope_parameters": past, "original_max_position_embeddings": 128}
+            found[f"{name} {_PAST}"] = {"rope_parameters": past, "original_max_position_embeddings": 128}
             found[name]["original_max_position_embeddings"] = 1024
     return found
