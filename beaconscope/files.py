@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, Literal
 
 from beaconscope.errors import BeaconScopeError
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_UNDECODED = re.compile("[\udc80-\udcff]+")
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
 
 
@@ -53,6 +56,33 @@ def _sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def valid_unicode(text: str | os.PathLike[str], errors: Literal["replace", "strict"] = "replace") -> str:
+    """The text without lone surrogates, so that any file or terminal in UTF-8 can hold it.
+
+    Python decodes the bytes of file names and arguments by the locale, and keeps those that it cannot decode as
+    surrogates. These bytes are read as UTF-8 here: in the C locale they nearly always are.
+
+    Parameters
+    ----------
+    text
+        Any text, or a path.
+    errors
+        Whether U+FFFD replaces what is not UTF-8 either, or an error is raised.
+
+    Raises
+    ------
+    UnicodeError
+        When ``errors`` is ``strict``.
+    """
+    text = os.fspath(text)
+    if text.isascii():
+        return text
+    text = _UNDECODED.sub(lambda run: run[0].encode("ascii", "surrogateescape").decode("utf-8", errors), text)
+    if errors == "strict":
+        text.encode()
+    return _SURROGATE.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 def lock_now(handle: IO[bytes]) -> None:

@@ -25,6 +25,7 @@ import torch
 import beaconscope
 from beaconscope.kv import CompressedCache
 from beaconscope.models import tap
+from beaconscope.record.decoding import Decoding
 from beaconscope.record.encode import encode_prompt
 from beaconscope.record.generate import Generation
 from beaconscope.trace import vector_bytes
@@ -40,7 +41,7 @@ PROMPT = (
 def unrecorded(model: object, ids: list[int], options: beaconscope.RecordOptions) -> float:
     """Seconds of decoding with the cache alone."""
     cache = CompressedCache(tap(model), options.policy)
-    generation = Generation(model, cache, [ids], options.sampling, [options.max_new_tokens], frozenset())
+    generation = Generation(model, cache, [ids], Decoding(), [options.max_new_tokens], frozenset())
     with torch.inference_mode():
         generation.prefill(None)
         started = time.perf_counter()

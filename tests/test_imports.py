@@ -20,9 +20,9 @@ STAGES = {"record", "analyze", "replay", "report"}
 # A room may import the rooms, and the modules of rooms, that are listed for it; every room may import `errors`.
 MAY_IMPORT = {
     "trace": set(),
-    # The cache stands on the tap of a model; the tap only on the arithmetic of rotation.
+    # The cache stands on the tap of a model; the tap only on the arithmetic of rotation and of attention.
     "kv": {"models"},
-    "models": {"kv.rotary"},
+    "models": {"kv.rotary", "kv.step"},
     "reasoner": FOUNDATION,
     "record": FOUNDATION,
     "analyze": FOUNDATION,

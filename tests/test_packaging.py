@@ -112,8 +112,8 @@ def test_everything_that_is_imported_is_asked_for(described: Message) -> None:
             for name in {name.split(".")[0] for name in names} - own:
                 if not {home.lower() for home in homes.get(name, [name])} & asked:
                     missing.add(name)
-    # What transformers' tokenizers are, what it fetches models with, and what dask[distributed] brings.
-    assert missing <= {"tokenizers", "huggingface_hub", "distributed"}
+    # What transformers' tokenizers and weights are, what it fetches models with, and what dask[distributed] brings.
+    assert missing <= {"tokenizers", "safetensors", "huggingface_hub", "distributed"}
 
 
 def test_it_runs_outside_the_tree(unpacked: Path) -> None:

@@ -52,8 +52,8 @@ _OWN: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen2": {},
     "qwen3": {},
-    # Without a window: Mistral's own default of 4096 would make every layer a sliding one.
-    "mistral": {"sliding_window": None},
+    # A window, without layer types, that is as long as the context: every layer sees everything.
+    "mistral": {"sliding_window": 4096},
     "gemma3_text": {
         "num_hidden_layers": 4,
         "layer_types": ["sliding_attention", "full_attention"] * 2,

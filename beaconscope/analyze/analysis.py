@@ -81,8 +81,9 @@ class Analysis:
         path = Path(path)
         table = pa.Table.from_pandas(self.tokens, preserve_index=False)
         table = table.replace_schema_metadata({"beaconscope.analysis": json.dumps(self.to_dict(), allow_nan=False)})
-        with whole_file(path) as partial:
-            pq.write_table(table, partial, compression="zstd")
+        # pyarrow refuses paths that are not UTF-8.
+        with whole_file(path) as partial, partial.open("wb") as file:
+            pq.write_table(table, file, compression="zstd")
         return path
 
 

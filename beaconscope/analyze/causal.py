@@ -13,6 +13,7 @@ So only the current sentence is blinded; what earlier ones fetched stays. Memory
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import numpy as np
@@ -25,8 +26,9 @@ from transformers import DynamicCache, PreTrainedModel
 
 from beaconscope.analyze.analysis import Analysis
 from beaconscope.analyze.sentences import Sentences, sentences_of
-from beaconscope.errors import BeaconScopeError
-from beaconscope.models.compat import cache_argument
+from beaconscope.errors import BeaconScopeError, no_memory
+from beaconscope.models import cache_argument, tap
+from beaconscope.models.finite import explain_not_finite, finite_logits
 from beaconscope.progress import Progress
 from beaconscope.trace import Trace
 
@@ -38,6 +40,10 @@ _SHOWN = 50
 """Steps listed of each kind of disagreement."""
 _SINKS = 4
 """First positions that stay visible where no sinks were found."""
+_CHECKED, _CHECKED_MOST = 64, 2048
+"""Tokens, from the least to the most, on which it is checked that the model takes masks."""
+_APART, _APART_HALF = 1e-3, 0.1
+"""Largest difference of probabilities in that check, in float32 and in a type of 16 bits."""
 
 
 def add_causal(trace: Trace, analysis: Analysis, model: PreTrainedModel, progress: Progress | None = None) -> Analysis:
@@ -60,7 +66,7 @@ def add_causal(trace: Trace, analysis: Analysis, model: PreTrainedModel, progres
     Raises
     ------
     BeaconScopeError
-        Where the model cannot have written the trace, or has layers that this cannot blind.
+        Where the model cannot have written the trace, has layers that this cannot blind, or logits that are not finite.
     """
     frame = trace.tokens
     token_id = torch.from_numpy(frame["token_id"].to_numpy(np.int64))
@@ -137,6 +143,14 @@ def long_range_gain(
             blind = _feed(model, cache, views, token_id, start, stop, _blinkers(start, stop, window, sinks))
             cache.crop(start - stop)  # negative: how many of the last tokens go
         seeing = _feed(model, cache, views, token_id, start, stop)
+        for logits in (seeing,) if blind is None else (seeing, blind):
+            finite = finite_logits(logits).tolist()
+            if not all(finite):
+                fed = start + finite.index(False) + 1
+                raise BeaconScopeError(
+                    f"the model's logits are not finite after {fed} of {length} tokens: "
+                    f"{explain_not_finite(model, token_id[:fed].tolist())}"
+                )
         if count:
             with_all = _logprob(seeing, written)
             rows = slice(start, start + count)
@@ -149,21 +163,61 @@ def long_range_gain(
 
 
 def _views(model: PreTrainedModel, token_id: Tensor) -> dict[str, int | None]:
-    """How many positions a query sees, itself included, by kind of layer; None is all.
+    """Return how many positions a query sees, itself included, by kind of layer; None is all.
 
     Raises
     ------
     BeaconScopeError
-        Where the model cannot have written the tokens, or has layers of other kinds than full and sliding.
+        Where the model cannot have written the tokens, or does not take masks for what its layers see.
     """
-    config = model.config.get_text_config()
+    name = type(model).__name__
+    config = model.config.get_text_config(decoder=True)
     if int(token_id.max()) >= config.vocab_size:
         raise BeaconScopeError("the trace has tokens that this model lacks; give --model the recording's own model")
-    sliding: int | None = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None) or ["full_attention" if sliding is None else "sliding_attention"]
-    if strange := sorted(set(kinds) - {"full_attention", "sliding_attention"}):
-        raise BeaconScopeError(f"this model has layers of {strange[0]}, which cannot be blinded; drop --causal")
-    return {kind: None if kind == "full_attention" else sliding for kind in sorted(set(kinds))}
+    tapped = tap(model)
+    ends = [tapped.rotary_limit, *(info.chunk for info in tapped.layers)]
+    end = min((each for each in ends if each is not None), default=len(token_id))
+    if len(token_id) > end:
+        raise BeaconScopeError(
+            f"{name} attends in another way past {end} tokens (chunks, or other rotary frequencies), and the trace has "
+            f"{len(token_id)}; drop --causal"
+        )
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * len(tapped.layers)
+    views: dict[str, int | None] = {}
+    for kind, info in zip(kinds, tapped.layers, strict=True):
+        if views.setdefault(kind, info.window) != info.window:
+            raise BeaconScopeError(f"{name} has layers of one kind with different windows; drop --causal")
+    if len(set(views.values())) == 1:
+        views = dict([views.popitem()])
+    _check_masks(model, views, token_id)
+    return views
+
+
+def _check_masks(model: PreTrainedModel, views: dict[str, int | None], token_id: Tensor) -> None:
+    """Refuse a model that, given masks of its own kind from outside, computes something else."""
+    shortest = min((window for window in views.values() if window is not None), default=0)
+    text = token_id[: max(_CHECKED, min(2 * shortest, _CHECKED_MOST))]
+    try:
+        ours = _feed(model, DynamicCache(), views, text, 0, len(text))
+    except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, KeyError) as error:
+        if no_memory(error):
+            raise
+        apart = math.inf
+    else:
+        theirs = model(input_ids=text[None].to(model.device), use_cache=False).logits[0]
+        apart = _probability_difference(ours, theirs)
+        blind = _feed(model, DynamicCache(), views, text, 0, len(text), torch.eye(len(text), dtype=torch.bool))
+        if _probability_difference(blind, theirs) == 0:  # whatever it is given, it sees everything
+            apart = math.inf
+    if not apart <= (_APART if model.dtype == torch.float32 else _APART_HALF):
+        raise BeaconScopeError(
+            f"{type(model).__name__} does not take masks that say what its layers see, so no step can be blinded; drop "
+            "--causal"
+        )
+
+
+def _probability_difference(one: Tensor, other: Tensor) -> float:
+    return float((one.float().softmax(dim=-1) - other.float().softmax(dim=-1)).abs().max())
 
 
 def _feed(

@@ -27,6 +27,7 @@ from beaconscope.analyze.scan import find_sinks, scan
 from beaconscope.analyze.sentences import sentences_of
 from beaconscope.analyze.verdict import judge
 from beaconscope.errors import UsageError
+from beaconscope.files import valid_unicode
 from beaconscope.progress import Progress
 from beaconscope.selection import select
 from beaconscope.trace import Trace
@@ -115,7 +116,7 @@ def analyze(
     )
     beacons = beacon_rows(trace, heads, events, head_of, options)
     summary = {
-        "trace": str(trace.path),
+        "trace": valid_unicode(trace.path),
         "model": trace.model_id,
         "length": trace.length,
         "prompt_length": trace.prompt_length,

@@ -8,6 +8,8 @@ from typing import Annotated
 import typer
 
 from beaconscope import engines
+from beaconscope.errors import UsageError
+from beaconscope.files import valid_unicode
 
 COMMON = "Common options"
 HEADS = "Layers and heads"
@@ -53,3 +55,17 @@ Engine = Annotated[
 Address = Annotated[
     str | None, typer.Option(metavar="ADDRESS", help="Of the cluster's scheduler.", rich_help_panel=WORKERS)
 ]
+
+
+def unicode_option(flag: str, text: str) -> str:
+    """The text of an option; bytes that the locale did not decode are read as UTF-8.
+
+    Raises
+    ------
+    UsageError
+        For bytes that are not UTF-8 either.
+    """
+    try:
+        return valid_unicode(text, "strict")
+    except UnicodeError:
+        raise UsageError(f"{flag} is not UTF-8; give it in UTF-8") from None

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
-from json import dumps
+from json import dumps, loads
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from beaconscope.cli import output as out
 from beaconscope.cli.ending import ending
 from beaconscope.cli.errors import INTERRUPTED
-from beaconscope.cli.options import WORKERS, Address, Engine, Force, Json, Output, Quiet, Verbose, Version
+from beaconscope.cli.options import (
+    WORKERS,
+    Address,
+    Engine,
+    Force,
+    Json,
+    Output,
+    Quiet,
+    Verbose,
+    Version,
+    unicode_option,
+)
 from beaconscope.cli.terminal import Terminal, quieten_libraries
 from beaconscope.engines import check_engine
 from beaconscope.errors import UsageError
@@ -24,6 +35,9 @@ PROMPT = "Prompt"
 GENERATION = "Generation"
 CACHE = "KV cache"
 TRACE = "Trace"
+
+_NOT_JSON = {"True": "true", "False": "false", "None": "null", "TRUE": "true", "FALSE": "false", "NULL": "null"}
+"""What is likely to be meant by words that JSON reads as text."""
 
 # Options of a policy default to None, which leaves the default to the policy; help shows that of BeaconKV.
 
@@ -77,6 +91,15 @@ def record(
     engine: Engine = "loky",
     address: Address = None,
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="System message.", rich_help_panel=PROMPT)] = None,
+    template_option: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=VALUE",
+            help="Variable of the chat template, such as enable_thinking=false; VALUE is JSON, or else text. "
+            "May be given several times.",
+            rich_help_panel=PROMPT,
+        ),
+    ] = None,
     raw: Annotated[
         bool, typer.Option("--raw", help="Feed the prompt without the chat template.", rich_help_panel=PROMPT)
     ] = False,
@@ -95,12 +118,60 @@ def record(
     max_new_tokens: Annotated[
         int, typer.Option("--max-new-tokens", "-n", help="Stop after this many.", rich_help_panel=GENERATION)
     ] = 1024,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.", rich_help_panel=GENERATION)] = 0.0,
-    top_k: Annotated[int, typer.Option(help="0 is off.", rich_help_panel=GENERATION)] = 0,
-    top_p: Annotated[float, typer.Option(help="1 is off.", rich_help_panel=GENERATION)] = 1.0,
-    min_p: Annotated[float, typer.Option(help="0 is off.", rich_help_panel=GENERATION)] = 0.0,
-    repetition_penalty: Annotated[float, typer.Option(help="1 is off.", rich_help_panel=GENERATION)] = 1.0,
-    seed: Annotated[int, typer.Option(help="Of sampling, and of a policy that draws.", rich_help_panel=GENERATION)] = 0,
+    temperature: Annotated[
+        float | None,
+        typer.Option(
+            help="Sample at this temperature; 0 is greedy decoding.", show_default="0", rich_help_panel=GENERATION
+        ),
+    ] = None,
+    top_k: Annotated[
+        int | None,
+        typer.Option(
+            help="Sample from this many of the most likely tokens; 0 is off.",
+            show_default="0",
+            rich_help_panel=GENERATION,
+        ),
+    ] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option(
+            help="Sample from the most likely tokens that together have this probability; 1 is off.",
+            show_default="1",
+            rich_help_panel=GENERATION,
+        ),
+    ] = None,
+    min_p: Annotated[
+        float | None,
+        typer.Option(
+            help="Sample from tokens with at least this fraction of the highest probability; 0 is off.",
+            show_default="0",
+            rich_help_panel=GENERATION,
+        ),
+    ] = None,
+    model_sampling: Annotated[
+        bool,
+        typer.Option(
+            "--model-sampling",
+            help="Sample as the model's generation config recommends; the options above replace its values.",
+            rich_help_panel=GENERATION,
+        ),
+    ] = False,
+    repetition_penalty: Annotated[
+        float | None,
+        typer.Option(
+            help="Lower the scores of tokens that occurred, also in greedy decoding; 1 is off.",
+            show_default="the model's",
+            rich_help_panel=GENERATION,
+        ),
+    ] = None,
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            help="Random seed of sampling, and of a cache policy that draws.",
+            show_default="0",
+            rich_help_panel=GENERATION,
+        ),
+    ] = None,
     prefill_chunk: Annotated[
         int | None,
         typer.Option(
@@ -224,11 +295,13 @@ def record(
         raise UsageError("--jobs, --engine and --address go with --prompts; leave them out")
     quieten_libraries(terminal)
 
-    from beaconscope.models import LoadOptions, load_model
+    from beaconscope.models import LoadOptions, load_model, load_tokenizer
     from beaconscope.record import RecordOptions, Sampling, record_with_workers
     from beaconscope.record import record as run
     from beaconscope.record import record_prompts as run_many
-    from beaconscope.record.prompts import read_prompts, read_text
+    from beaconscope.record.encode import check_prompts
+    from beaconscope.record.options import refuse_given
+    from beaconscope.record.prompts import Prompt, read_prompts, read_text
     from beaconscope.record.traces import find_unfinished
     from beaconscope.trace import check_no_journal
 
@@ -246,17 +319,19 @@ def record(
         "pool_low": pool_low,
         "pool_high": pool_high,
     }
-    policy, shadow = _policies(cache, {name: value for name, value in given.items() if value is not None}, seed)
+    policy, shadow = _policies(cache, {name: value for name, value in given.items() if value is not None}, seed or 0)
+    sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed, model_sampling)
     options = RecordOptions(
         policy=policy,
         shadow=shadow,
         max_new_tokens=max_new_tokens,
-        sampling=Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed),
-        system=system,
+        sampling=sampling,
+        system=None if system is None else unicode_option("--system", system),
+        template_options=_template_options(template_option or []),
         raw=raw,
         completion=None if completion is None else read_text(completion, "completion"),
-        think_open=think_open,
-        think_close=think_close,
+        think_open=unicode_option("--think-open", think_open),
+        think_close=unicode_option("--think-close", think_close),
         layers=layers,
         heads=heads,
         hits=hits,
@@ -269,11 +344,14 @@ def record(
     load_options = LoadOptions(model, revision, dtype, device, device_map, attn, trust_remote_code)
     if prompt is not None:
         text = read_text(prompt, "prompt")
+        unfinished = [Prompt("prompt", text, options.completion)]
         path = out.trace_path(output, prompt, force=force)
         check_no_journal(path, force=force)
     else:
         assert prompts is not None
         many = read_prompts(prompts)
+        if all(each.completion is not None for each in many):
+            refuse_given(sampling)
         path = out.traces_folder(output, prompts)
         places, unfinished = find_unfinished(many, path, force=force, note=None)
         if not unfinished:
@@ -299,7 +377,10 @@ def record(
         _tell(terminal, path, paths, wanted=len(many), json=json)
         return
     terminal.note(f"Loading {model}.")
-    loaded = load_model(load_options)
+    tokenizer = load_tokenizer(load_options)
+    # Before the weights, which may take minutes.
+    check_prompts(tokenizer, unfinished, options, many=prompts is not None)
+    loaded = load_model(load_options, tokenizer)
     with terminal.progress("Recording", "tokens") as report:
         if prompt is not None:
             run(
@@ -365,6 +446,38 @@ def _check_sources(prompt: str | None, prompts: str | None, completion: str | No
         raise UsageError("--batch-size goes with --prompts; leave it out")
     if prompt == "-" and completion == "-":
         raise UsageError("--prompt and --completion cannot both be stdin; give one of them as a file")
+
+
+def _template_options(given: list[str]) -> dict[str, Any]:
+    """Read options of the form ``KEY=VALUE``.
+
+    Raises
+    ------
+    UsageError
+        For an option of another form, a repeated key, or one of Python's names for true, false and null.
+    """
+    options: dict[str, Any] = {}
+    for option in given:
+        key, equals, text = unicode_option("--template-option", option).partition("=")
+        if not key or not equals:
+            raise UsageError(f"--template-option {option!r} must be KEY=VALUE, for example enable_thinking=false")
+        if key in options:
+            raise UsageError(f"--template-option {key} is given twice; leave one out")
+        if text in _NOT_JSON:
+            raise UsageError(
+                f"--template-option {option} would be the text {text!r}; "
+                f"write {key}={_NOT_JSON[text]}, or {key}='\"{text}\"' for the text"
+            )
+        try:
+            options[key] = loads(text, parse_constant=_no_number)
+        except (ValueError, RecursionError):
+            options[key] = text
+    return options
+
+
+def _no_number(name: str) -> None:
+    """Refuse NaN and infinity, which Python reads although JSON does not have them."""
+    raise ValueError(name)
 
 
 def _policies(cache: str, given: dict[str, object], seed: int) -> tuple[Policy, BeaconKV]:

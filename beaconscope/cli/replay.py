@@ -313,24 +313,14 @@ def _lists(**given: str | None) -> dict[str, list[object]]:
 
 def _settings(policy: list[str] | None, lists: dict[str, list[object]], grid: Path | None, length: int) -> list[Policy]:
     """What the user wants to compare."""
-    from beaconscope.replay import default_lists, expand, read_grid, split_policies
+    from beaconscope.replay import complete_lists, expand, read_grid, split_policies
 
     if grid is not None:
         return read_grid(grid)
     names = [name for text in policy or ["beacon"] for name in split_policies(text)]
     if not names:
         raise UsageError("--policy is empty; give one, such as beacon")
-    if "budget" not in lists:
-        lists = {**_fitting(names, default_lists(length)), **lists}
-    return expand(names, lists)
-
-
-def _fitting(names: list[str], defaults: dict[str, list[object]]) -> dict[str, list[object]]:
-    """The default lists without those that no policy has."""
-    from beaconscope.kv.policies import parse_policy
-
-    known = {parameter for name in names for parameter in type(parse_policy(name)).parameters()}
-    return {name: values for name, values in defaults.items() if name in known}
+    return expand(names, complete_lists(names, lists, length))
 
 
 def _revisits(trace: Trace, analysis: Path | None, terminal: Terminal) -> list[int]:

@@ -17,6 +17,7 @@ from beaconscope.units import in_bytes
 _PLAIN_WIDTH = 120
 _NAME_WIDTH = 34
 """Letters of a setting's name that columns of numbers leave room for; longer ones are broken."""
+_NOTHING = "nothing evicted"
 _SAID = 200
 """Letters of an answer that are shown."""
 
@@ -50,26 +51,41 @@ def show_live(table: pd.DataFrame, answer: Answer, checked: Sequence[Mapping[str
     for name in names:
         shown.add_column(name, justify="right", no_wrap=True)
     for each in checked:
-        forced, free = each["forced"], each["free"]
-        diverges = "never" if free["first_divergence"] is None else f"token {free['first_divergence']}"
-        right = {None: "", True: ", right", False: ", wrong"}[free["right"]]
         shown.add_row(
             _foldable(each["setting"]),
             _number(figure.get(each["setting"], float("nan"))),
-            f"{forced['kl']:.3f}",
-            f"{forced['perplexity']:.2f}",
-            f"{100 * forced['agreement']:.0f} %",
-            diverges,
-            ("same" if free["same_answer"] else "other") + right,
+            *_forced_cells(each["forced"]),
+            *_free_cells(each["free"]),
         )
     console.print()
     console.print(shown)
     console.print()
     console.print("KL (nats), perplexity and same top: on the recorded text. Diverges and answer: writing by itself.")
+    if any(each["forced"]["kl"] is None or each["free"]["same_answer"] is None for each in checked):
+        console.print(
+            "Nothing evicted: the text was too short for the setting to drop anything, so it did what the full cache "
+            "does."
+        )
     for each in checked:
         said = printable(each["free"]["answer"])
         said = said if len(said) <= _SAID else f"{said[:_SAID]} ..."
         console.print(Text(f"{each['setting']}: {said or '(no answer)'}"))
+
+
+def _forced_cells(forced: Mapping[str, Any]) -> tuple[str, ...]:
+    """KL, perplexity and same top of a setting."""
+    if forced["kl"] is None:
+        return _NOTHING, "-", "-"
+    return f"{forced['kl']:.3f}", f"{forced['perplexity']:.2f}", f"{100 * forced['agreement']:.0f} %"
+
+
+def _free_cells(free: Mapping[str, Any]) -> tuple[str, ...]:
+    """Where what a setting wrote diverges, and its answer."""
+    if free["same_answer"] is None:
+        return _NOTHING, "-"
+    diverges = "never" if free["first_divergence"] is None else f"token {free['first_divergence']}"
+    right = {None: "", True: ", right", False: ", wrong"}[free["right"]]
+    return diverges, ("same" if free["same_answer"] else "other") + right
 
 
 def _console() -> Console:
@@ -89,7 +105,7 @@ def _print(console: Console, title: str, rows: pd.DataFrame, figure: str, budget
         "TRT mass": rows["mass_trt"].map(_number),
         "mass": rows["mass"].map(_number),
         "to oracle": rows["to_oracle"].map(_number),
-        "memory": rows["kv_bytes"].map(in_bytes),
+        "memory": rows["kv_bytes"].map(lambda size: "-" if pd.isna(size) else in_bytes(size)),
         "over random": rows["over_random"].map(_number),
         "spread": rows["spread"].map(_number),
         "regrets": rows["regrets"].map(_number),

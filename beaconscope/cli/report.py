@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from beaconscope.cli import output as out
-from beaconscope.cli.options import Force, Output, Quiet, Verbose, Version
+from beaconscope.cli.options import Force, Output, Quiet, Verbose, Version, unicode_option
 from beaconscope.cli.terminal import Terminal, quieten_libraries
 from beaconscope.errors import BeaconScopeError, UsageError
+from beaconscope.files import valid_unicode
 from beaconscope.units import in_bytes
 
 if TYPE_CHECKING:
@@ -71,9 +72,12 @@ def report(
     from beaconscope.report import ReportOptions, build_report
     from beaconscope.report.page import write_page
 
+    if title is not None:
+        title = unicode_option("--title", title)
     options = ReportOptions(title=title, redact=redact, max_bytes=most, space_heads=umap_heads, seed=seed)
     subjects = read_subjects(traces, analysis, replay, terminal)
-    command = shlex.join(["beaconscope", "report", *(path.name for path in traces), "--seed", str(seed)])
+    names = [valid_unicode(path.name) for path in traces]
+    command = shlex.join(["beaconscope", "report", *names, "--seed", str(seed)])
     with terminal.progress("Drawing", "heads") as progress:
         html = build_report(subjects, options, command=command, progress=progress)
     write_page(page, html)

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from beaconscope.files import valid_unicode
 from beaconscope.progress import Progress
 
 
@@ -71,7 +72,7 @@ class Terminal:
 
 def harmless(text: str) -> str:
     """Put a space for whatever would steer the terminal or turn the direction of text; line breaks stay."""
-    return "".join(letter if letter.isprintable() or letter == "\n" else " " for letter in text)
+    return "".join(letter if letter.isprintable() or letter == "\n" else " " for letter in valid_unicode(text))
 
 
 def printable(text: str) -> str:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import warnings
 import weakref
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import DynamicCache
+from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from beaconscope.errors import BeaconScopeError
 from beaconscope.kv.heads import HeadInfo
@@ -20,38 +22,36 @@ from beaconscope.kv.policies import BeaconKV, Full, Policy
 from beaconscope.kv.ragged import RaggedLayer
 from beaconscope.kv.rotary import Rotary
 from beaconscope.kv.step import AttentionStep
-from beaconscope.models.tap import (
-    AttentionInputs,
-    LayerCall,
-    LayerInfo,
-    TappedCache,
-    TappedModel,
-    attention_modules,
-    tap,
-)
+from beaconscope.models.hooks import AttentionInputs, LayerCall, TappedCache, attention_modules, watch
+from beaconscope.models.probe import LayerInfo
+from beaconscope.models.tap import TappedModel, tap
 
 _OTHER_MODEL = "this cache was made for another model; make one for the model that it is used with"
 
 
 class CompressedCache(TappedCache):
-    """A cache whose full-attention layers are compressed by a policy; sliding layers keep the cache of their own.
+    """A cache whose full-attention layers are compressed by a policy; sliding layers keep their window.
 
     Parameters
     ----------
     model
-        The model that it is used with, plain or tapped; a plain one is tapped.
+        The model that it is used with, plain or tapped; a plain one is tapped, which takes three short forward passes.
     policy
         What to evict.
     observer
         Told of every step and compression in the layers that it wants.
     token_kinds
         The kind of every token, uint8 [V] (:func:`~beaconscope.kv.kinds.token_kinds`), for a policy that needs them.
+    max_length
+        Most tokens of a text, prompt and new ones; the model's context by default. A layer whose sliding window is at
+        least as long sees everything, and is compressed as a layer with full attention.
 
     Raises
     ------
     BeaconScopeError
-        For a model that cannot be tapped, or a policy that works in replay only, or that needs pre-RoPE queries or
-        kinds of tokens where they cannot be known.
+        For a model that cannot be tapped, or whose layers all have shorter windows, so that there is nothing to
+        compress; or a policy that works in replay only, or that needs pre-RoPE queries or kinds of tokens where they
+        cannot be known.
     """
 
     def __init__(
@@ -60,6 +60,7 @@ class CompressedCache(TappedCache):
         policy: Policy,
         observer: Observer | None = None,
         token_kinds: Tensor | None = None,
+        max_length: int | None = None,
     ) -> None:
         policy.check_live()
         if policy.needs_kinds and token_kinds is None:
@@ -67,6 +68,12 @@ class CompressedCache(TappedCache):
                 f"{policy.name} has to know special tokens and punctuation; give the cache token_kinds"
             )
         tapped = model if isinstance(model, TappedModel) else tap(model)
+        asked = getattr(tapped.model.generation_config, "cache_implementation", None)
+        if asked not in (None, "hybrid"):  # which transformers itself passes over
+            raise BeaconScopeError(
+                f"the model's generation_config asks for a cache of its own ({asked}), which cannot be compressed; set "
+                "model.generation_config.cache_implementation = None"
+            )
         if policy.ragged and tapped.backend == "flash_attention_2":
             raise BeaconScopeError(
                 f"flash_attention_2 cannot attend to heads that keep different numbers, as those of {policy.name} do; "
@@ -75,9 +82,11 @@ class CompressedCache(TappedCache):
         self.policy = policy
         self.observer = observer
         self._info = tapped.layers
-        self._config = tapped.model.config
         self._backend = tapped.backend
-        self._rotary = [_rotary_for(policy, info) for info in self._info]
+        self._max_length = max_length or tapped.context
+        self._rotary_limit = tapped.rotary_limit
+        self._check_layers(type(tapped.model).__name__, max_length)
+        self._rotary = [_rotary_for(policy, info, self._max_length) for info in self._info]
         # Weak, so that a copy of the cache is no copy of the model.
         self._modules = {layer: weakref.ref(module) for layer, module in attention_modules(tapped.model).items()}
         self._rows: list[Rows] = []
@@ -85,27 +94,51 @@ class CompressedCache(TappedCache):
         self._token_kinds = token_kinds
         self._kinds: Tensor | None = None  # of the tokens being fed, [B, T]
         self._prompt: int | None = None  # columns of the prompt, where somebody told
+        self._asked = False  # for its length, since the last pass
+        self._last_fed: Tensor | None = None  # ids of the last pass, [B, T]
         super().__init__(layers=self._new_layers())
+        self._model = weakref.ref(tapped.model)
+        watch(tapped.model, self)
+
+    def _check_layers(self, name: str, max_length: int | None) -> None:
+        """Refuse a model in which nothing would be compressed, and lengths at which it would not be itself."""
+        limit = self._rotary_limit
+        if limit is not None and max_length is not None and max_length > limit:
+            raise BeaconScopeError(
+                f"past {limit} tokens {name} changes its rotary frequencies, which a cache cannot follow; give a "
+                f"max_length of at most {limit}"
+            )
+        for info in self._info:
+            if info.chunk is not None and info.is_bounded(self._max_length):
+                raise BeaconScopeError(
+                    f"layer {info.layer} of {name} attends in chunks of {info.chunk} tokens, and no cache here keeps "
+                    f"those; give a max_length of at most {info.chunk}"
+                )
+        if self.policy.evicts and all(info.is_bounded(self._max_length) for info in self._info):
+            widest = max(info.window or 0 for info in self._info)
+            raise BeaconScopeError(
+                f"every layer of {name} has a sliding window, the widest of {widest} tokens, so there is nothing for "
+                f"{self.policy.name} to compress; give a max_length of at most {widest} if no text is longer"
+            )
 
     def _new_layers(self) -> list[Any]:
-        theirs = DynamicCache(config=self._config).layers
-        layers: list[Any] = []
-        for info, layer in zip(self._info, theirs, strict=True):
-            if getattr(layer, "is_sliding", False):
-                layers.append(layer)
-            elif hasattr(layer, "keys"):
-                kind = RaggedLayer if self.policy.ragged else CompressedLayer
-                layers.append(kind(info.layer, self.policy, self.observer))
-            else:
-                raise BeaconScopeError(
-                    f"layer {info.layer} caches no keys and values ({type(layer).__name__}), which cannot be compressed"
-                )
-        return layers
+        kind = RaggedLayer if self.policy.ragged else CompressedLayer
+        return [
+            DynamicSlidingWindowLayer(sliding_window=info.window)
+            if info.window is not None and info.is_bounded(self._max_length)
+            else kind(info.layer, self.policy, self.observer)
+            for info in self._info
+        ]
 
     @property
     def compressed_layers(self) -> list[CompressedLayer]:
         """The layers that the policy compresses."""
         return [layer for layer in self.layers if isinstance(layer, CompressedLayer)]
+
+    @property
+    def sliding_layers(self) -> list[int]:
+        """Layers with a sliding window shorter than a text may get, which keep their window and nothing else."""
+        return [info.layer for info in self._info if not isinstance(self.layers[info.layer], CompressedLayer)]
 
     @property
     def nbytes(self) -> int:
@@ -164,15 +197,36 @@ class CompressedCache(TappedCache):
         self._prompt = columns
 
     def fed(self, tokens: Tensor | None) -> None:
-        """See :class:`~beaconscope.models.tap.TappedCache`."""
+        """See :class:`~beaconscope.models.hooks.TappedCache`."""
+        self._asked, self._last_fed = False, tokens
         if self._token_kinds is not None and tokens is not None:
             self._token_kinds = self._token_kinds.to(tokens.device)
             self._kinds = self._token_kinds[tokens]
         else:
             self._kinds = None
 
+    def left_out(self, tokens: Tensor) -> None:
+        """See :class:`~beaconscope.models.hooks.TappedCache`.
+
+        Where its rotary frequencies change, ``generate`` of some models drops the cache that it was given, and goes on
+        with one of its own.
+        """
+        asked, self._asked = self._asked, False
+        limit, seen = self._rotary_limit, super().get_seq_length()
+        if limit is None or not asked or not seen <= limit < tokens.shape[1]:
+            return
+        # It was asked for its length and then left out, though the text is the one that it holds, or it holds none.
+        last = self._last_fed
+        if not seen or (last is not None and torch.equal(tokens[:, seen - last.shape[1] : seen], last)):
+            raise BeaconScopeError(_past_switch(limit))
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens seen, padding included."""
+        self._asked = True
+        return super().get_seq_length(layer_idx)
+
     def begin(self, call: LayerCall) -> None:
-        """See :class:`~beaconscope.models.tap.TappedCache`."""
+        """See :class:`~beaconscope.models.hooks.TappedCache`."""
         known = self._modules.get(call.layer)
         if known is None or known() is not call.module:
             raise BeaconScopeError(_OTHER_MODEL)
@@ -201,7 +255,7 @@ class CompressedCache(TappedCache):
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def mask_for(self, call: LayerCall, query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor | None:
-        """See :class:`~beaconscope.models.tap.TappedCache`."""
+        """See :class:`~beaconscope.models.hooks.TappedCache`."""
         layer = self.layers[call.layer]
         tokens = query.shape[2]
         if not isinstance(layer, CompressedLayer):
@@ -209,11 +263,13 @@ class CompressedCache(TappedCache):
         if not layer.lanes:
             if not self._rows:
                 self._rows = _rows_by_length(call, query.shape[0], tokens)
+            self._check_length(call.layer, max(tokens - rows.padding for rows in self._rows))
             if layer is self.compressed_layers[0]:
                 self._check_padding(mask, tokens, query.shape[0])
             heads = self._heads(call.layer, key, query.device)
             layer.begin(self._rows, replace(heads, prompt=self._prompt or tokens))
             return mask
+        self._check_length(call.layer, max(lane.seen for lane in layer.lanes) + tokens)
         if layer is self.compressed_layers[0]:
             self._check_later(call, layer, mask, tokens)
         visible = layer.visible(tokens)
@@ -229,7 +285,7 @@ class CompressedCache(TappedCache):
         return visible
 
     def attended(self, call: LayerCall, attention: AttentionInputs) -> None:
-        """See :class:`~beaconscope.models.tap.TappedCache`."""
+        """See :class:`~beaconscope.models.hooks.TappedCache`."""
         layer = self.layers[call.layer]
         info = self._info[call.layer]
         b, _, t, d = attention.query.shape
@@ -284,6 +340,18 @@ class CompressedCache(TappedCache):
             shared=stored.keys.shape[1] != key.shape[1],
             follow=self.observer is not None and self.observer.wants(layer),
         )
+
+    def _check_length(self, layer: int, length: int) -> None:
+        """Refuse a text that has become longer than the layer is known to be itself."""
+        if self._rotary_limit is not None and length > self._rotary_limit:
+            raise BeaconScopeError(_past_switch(self._rotary_limit))
+        sees = self._info[layer].sees_all_of
+        if sees is not None and length > sees:
+            what = "a sliding window" if self._info[layer].chunk is None else "chunks"
+            raise BeaconScopeError(
+                f"the text is longer than max_length ({self._max_length}) said, and layer {layer}, which has {what} of "
+                f"{sees} tokens, would see less than it should; give the cache the max_length of the longest text"
+            )
 
     def _check_padding(self, mask: Tensor | None, tokens: int, batch: int) -> None:
         """Refuse a first pass whose padding the positions do not tell."""
@@ -351,13 +419,29 @@ class CompressedCache(TappedCache):
         """Forget everything, for another generation."""
         self._rows = []
         self._called = None
-        self._kinds = self._prompt = None
+        self._kinds = self._prompt = self._last_fed = None
+        self._asked = False
         self.layers = self._new_layers()
 
     @property
     def is_croppable(self) -> bool:
         """Whether a rollback is possible: never."""
         return False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CompressedCache:
+        twin = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        model = self._model()
+        if model is not None:
+            watch(model, twin)
+        return twin
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise BeaconScopeError(
+            "a compressed cache belongs to a model of its process and cannot be pickled or saved; make one where it is "
+            "needed (copy.deepcopy works)"
+        )
 
 
 class BeaconCache(CompressedCache):
@@ -367,21 +451,49 @@ class BeaconCache(CompressedCache):
     ----------
     model
         The model that it is used with.
+    max_length
+        Most tokens of a text, prompt and new ones; the model's context by default. A layer whose sliding window is at
+        least as long sees everything, and is compressed as a layer with full attention.
     **options
         Fields of :class:`~beaconscope.kv.policies.BeaconKV`.
 
     Raises
     ------
     BeaconScopeError
-        For options out of their range, or a model that cannot be tapped.
+        For options out of their range, or a model that cannot be tapped or has nothing to compress.
+
+    Warns
+    -----
+    UserWarning
+        Where some layers have a sliding window, so that they are not compressed.
     """
 
-    def __init__(self, model: PreTrainedModel | TappedModel, **options: Any) -> None:
+    def __init__(self, model: PreTrainedModel | TappedModel, *, max_length: int | None = None, **options: Any) -> None:
         known = {field.name for field in dataclasses.fields(BeaconKV)}
         unknown = sorted(set(options) - known)
         if unknown:
-            raise BeaconScopeError(f"BeaconCache has no option {unknown[0]!r}; it has {', '.join(sorted(known))}")
-        super().__init__(model, BeaconKV(**options))
+            names = ", ".join(sorted({*known, "max_length"}))
+            raise BeaconScopeError(f"BeaconCache has no option {unknown[0]!r}; it has {names}")
+        super().__init__(model, BeaconKV(**options), max_length=max_length)
+        if self.sliding_layers:
+            warnings.warn(sliding_note(self._info, self._max_length), stacklevel=2)
+
+
+def sliding_note(layers: Sequence[LayerInfo], length: int | None) -> str:
+    """Return what to know of the layers whose sliding window is shorter than a text of ``length`` tokens."""
+    sliding = [info for info in layers if info.is_bounded(length)]
+    windows = sorted({info.window for info in sliding if info.window is not None})
+    return (
+        f"{len(sliding)} of {len(layers)} layers have a sliding window ({', '.join(map(str, windows))} tokens) and "
+        f"keep just that; the other {len(layers) - len(sliding)} are compressed."
+    )
+
+
+def _past_switch(limit: int) -> str:
+    return (
+        f"past {limit} tokens this model changes its rotary frequencies and starts again without its cache; keep "
+        f"prompt and new tokens within {limit}"
+    )
 
 
 def _real(mask: Tensor, tokens: int) -> Tensor:
@@ -390,10 +502,10 @@ def _real(mask: Tensor, tokens: int) -> Tensor:
     return seen >= 0 if seen.is_floating_point() else seen.bool()  # an additive mask is 0 where a token is seen
 
 
-def _rotary_for(policy: Policy, info: LayerInfo) -> Rotary:
+def _rotary_for(policy: Policy, info: LayerInfo, length: int | None) -> Rotary:
     if info.rotary is not None:
         return info.rotary
-    if policy.needs_rotary and info.window is None:
+    if policy.needs_rotary and not info.is_bounded(length):
         remedy = "give --query-space post-rope" if isinstance(policy, BeaconKV | Full) else "give another --cache"
         raise BeaconScopeError(f"{info.rotary_problem}; {remedy}")
     return Rotary.none(info.key_size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -10,6 +11,8 @@ from torch import Tensor
 
 _BLOCK_BYTES = 32 << 20
 """Attention of many tokens is computed in blocks of at most this size."""
+_SAFE_NORM = 1e19
+"""Its square is within the range of float32."""
 
 
 def scaled_products(query: Tensor, key: Tensor, scaling: float) -> Tensor:
@@ -25,6 +28,24 @@ def scaled_products(query: Tensor, key: Tensor, scaling: float) -> Tensor:
     r, h, g, t, d = query.shape
     products = query.reshape(r, h, g * t, d) @ key.float().transpose(-1, -2)
     return products.view(r, h, g, t, key.shape[2])
+
+
+def usable(vectors: Tensor) -> Tensor:
+    """Which vectors [..., D] attention can be computed from, bool [...].
+
+    Their numbers are finite, and not so large that a product of two of them may leave the range of float32.
+    """
+    return vectors.float().square().sum(dim=-1).isfinite()
+
+
+def all_usable(vectors: Tensor) -> bool:
+    """Whether all vectors [..., D] are :func:`usable`; False, at worst, for vectors near the end of the range."""
+    if not vectors.numel():
+        return True
+    # The least and the largest number are nan where one is, and finding them takes no memory.
+    low, high = vectors.aminmax()
+    largest: float = max(-float(low), float(high))
+    return largest < _SAFE_NORM / math.sqrt(vectors.shape[-1])
 
 
 def attention_weights(

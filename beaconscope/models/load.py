@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
+import os
 import re
 import socket
+import textwrap
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -17,20 +19,35 @@ from urllib.request import getproxies
 import torch
 from huggingface_hub import constants
 from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
-from beaconscope.errors import BeaconScopeError
+from beaconscope.errors import BeaconScopeError, no_memory
+from beaconscope.files import os_reason
+from beaconscope.models.folder import check_model_folder, what_a_tokenizer_lacks
 
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
+_LONGEST_HUB_ID = 96
 BUNDLED = "tiny-reasoner"
 """Name of the model that comes with BeaconScope."""
 BUNDLED_FOLDER = Path(__file__).resolve().parents[1] / "reasoner" / "model"
 _CLOSE = 0.8
 """Likeness from which on one name may be meant by another."""
-_WEIGHTS = ("*.safetensors", "*.bin", "*.pt")
-_TOKENIZERS = ("tokenizer*", "vocab*", "tekken.json", "*.model", "*.tiktoken")
+_FEWEST_TOKENS = 2
+"""Of a vocabulary that is one, special and added tokens apart."""
+_LONGEST_REASON = 300
+"""Letters of what the library says."""
+_ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 Dtype = Literal["auto", "float32", "float16", "bfloat16"]
+_Part = Literal["configuration", "tokenizer", "model"]
 
 
 @dataclass(frozen=True)
@@ -63,8 +80,54 @@ class LoadedModel:
     revision: str | None = None
 
 
-def load_model(options: LoadOptions) -> LoadedModel:
+@dataclass(frozen=True)
+class _Source:
+    """Where a model is loaded from."""
+
+    path: str
+    """Folder or hub id."""
+    arguments: dict[str, Any]
+    """Of ``from_pretrained``, for configuration, tokenizer and weights alike."""
+    folder: Path | None
+    """The folder of a local model that is not a GGUF file."""
+
+
+def load_tokenizer(options: LoadOptions) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a model, and check all that can be checked of the model without its weights.
+
+    Raises
+    ------
+    BeaconScopeError
+        When the model is missing, one of its files cannot be used, it is not a causal language model, or it has no
+        tokenizer.
+    """
+    source = _locate(options)
+    if source.folder is not None:
+        check_model_folder(source.folder, options.model)
+    if "gguf_file" not in source.arguments:
+        with _library_errors(source, options, "configuration"):
+            config = AutoConfig.from_pretrained(source.path, **source.arguments)
+        _check_causal(options.model, config)
+    with _library_errors(source, options, "tokenizer"):
+        tokenizer = AutoTokenizer.from_pretrained(source.path, **source.arguments)
+        # Where files are missing, transformers makes up a tokenizer that has special tokens only.
+        if len(set(tokenizer.get_vocab().values()) - set(tokenizer.added_tokens_decoder)) < _FEWEST_TOKENS:
+            raise BeaconScopeError(
+                f"the tokenizer of {options.model} has no vocabulary, a file such as tokenizer.json is missing; "
+                "fetch the model again"
+            )
+    return tokenizer
+
+
+def load_model(options: LoadOptions, tokenizer: PreTrainedTokenizerBase | None = None) -> LoadedModel:
     """Load a model for inference.
+
+    Parameters
+    ----------
+    options
+        Which, and how.
+    tokenizer
+        Of the same model, from :func:`load_tokenizer`; loaded here by default.
 
     Raises
     ------
@@ -72,36 +135,40 @@ def load_model(options: LoadOptions) -> LoadedModel:
         When the model is missing or lacks weights, the device is absent, or the library cannot load it.
     """
     device = None if options.device_map else pick_device(options.device)
-    source, extra = _locate(options)
-    common: dict[str, Any] = {"revision": options.revision, "trust_remote_code": options.trust_remote_code, **extra}
-    common = {key: value for key, value in common.items() if value is not None}
     if options.dtype not in get_args(Dtype):
         raise BeaconScopeError(
             f"{options.dtype!r} is no type to load a model in; give one of {', '.join(get_args(Dtype))}"
         )
+    # The tokenizer first: what is wrong with it is known at once, and weights may take minutes.
+    tokenizer = load_tokenizer(options) if tokenizer is None else tokenizer
+    source = _locate(options)
     loading: dict[str, Any] = {"dtype": options.dtype if options.dtype == "auto" else getattr(torch, options.dtype)}
     if options.attn != "auto":
         loading["attn_implementation"] = options.attn
     if options.device_map:
         loading["device_map"] = options.device_map
-    try:
-        with _library_errors(options.model):
-            tokenizer = AutoTokenizer.from_pretrained(source, **common)
-            pair: Any = AutoModelForCausalLM.from_pretrained(
-                source, **common, **loading, output_loading_info=True, ignore_mismatched_sizes=True
-            )
-            model: PreTrainedModel = pair[0]
-            found: dict[str, Any] = pair[1]
-            _check_weights(options.model, found)
-            if device is not None:
-                model.to(device)  # type: ignore[arg-type]  # the library wraps the method and loses its type
-    except torch.OutOfMemoryError:
-        raise BeaconScopeError(
-            f"{options.model} does not fit into the memory of {device or 'the devices'}; give --dtype bfloat16, "
-            "--device-map auto or another device"
-        ) from None
+    with _library_errors(source, options, "model"):
+        pair: Any = AutoModelForCausalLM.from_pretrained(
+            source.path, **source.arguments, **loading, output_loading_info=True, ignore_mismatched_sizes=True
+        )
+        model: PreTrainedModel = pair[0]
+        found: dict[str, Any] = pair[1]
+        _check_weights(options.model, found)
+        if device is not None:
+            model.to(device)  # type: ignore[arg-type]  # the library wraps the method and loses its type
     model.train(False)
     return LoadedModel(model, tokenizer, options.model, options.revision)
+
+
+def local_path(name: str) -> Path:
+    """The path that a model's name would be, with the home folder in place of ``~``."""
+    try:
+        os.fsencode(name)
+    except UnicodeEncodeError:
+        # A name from a trace, in a locale that has not all of its letters.
+        name = os.fsdecode(name.encode("utf-8", "replace"))
+    # Path.expanduser raises for users that do not exist.
+    return Path(os.path.expanduser(name))
 
 
 def is_bundled(model: PreTrainedModel) -> bool:
@@ -136,24 +203,59 @@ def pick_device(name: str) -> torch.device:
 
 
 @contextmanager
-def _library_errors(model: str) -> Iterator[None]:
-    """Say in one line what the library has against a model's files, whose faults it answers with errors of any kind."""
+def _library_errors(source: _Source, options: LoadOptions, part: _Part) -> Iterator[None]:
+    """Say in one line what the library has against a part of a model; it answers faults with errors of any kind."""
+    name = options.model
     try:
         yield
-    except (torch.OutOfMemoryError, BeaconScopeError):
+    except BeaconScopeError:
         raise
     except Exception as error:
+        if no_memory(error):
+            raise BeaconScopeError(
+                f"{name} does not fit into memory; give --dtype bfloat16, --device-map auto or another --device"
+            ) from error
         if "trust_remote_code" in str(error):
             raise BeaconScopeError(
-                f"{model} brings code of its own, which is not run unasked; read it, then give --trust-remote-code"
+                f"{name} brings code of its own, which is not run unasked; read it, then give --trust-remote-code"
             ) from error
-        # What it says runs over many lines; the first says what is wrong.
-        first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        remedy = "; is the file whole?" if model.lower().endswith(".gguf") else _meant(Path(model))
-        if _of_the_hub(error):
-            remedy += f"; the bundled model needs no hub: --model {BUNDLED}"
-            first = first.rstrip(".")
-        raise BeaconScopeError(f"cannot load the model {model}: {first.removesuffix(':')}{remedy}") from error
+        if type(error).__name__ in ("UnpicklingError", "EOFError"):  # pickle itself is not imported here
+            raise BeaconScopeError(
+                f"the weights of {name} are damaged, or would run code when they are read; fetch them again, as "
+                "safetensors if there are any"
+            ) from error
+        if part == "tokenizer" and source.folder is not None and (lack := what_a_tokenizer_lacks(source.folder)):
+            raise BeaconScopeError(f"the tokenizer of {name} {lack}") from error
+        # An OSError says that the hub has no such model, or cannot be reached.
+        what = f"the model {name}" if part == "model" or isinstance(error, OSError) else f"the {part} of {name}"
+        remedy = _remedy(error, source, options, part)
+        raise BeaconScopeError(f"cannot load {what}: {_reason(error)}{remedy}") from error
+
+
+def _reason(error: Exception) -> str:
+    """What an error says, on one line that is not too long; its type where its text needs it."""
+    text = _ANSI.sub("", str(error))
+    if not text or not isinstance(error, OSError | ValueError | RuntimeError | ImportError):
+        text = f"{type(error).__name__}: {text}"
+    return textwrap.shorten(text, _LONGEST_REASON, placeholder=" ...").rstrip(".:; ")
+
+
+def _remedy(error: Exception, source: _Source, options: LoadOptions, part: _Part) -> str:
+    """What to do about an error of the library, after a semicolon; empty where the error says it."""
+    said = str(error)
+    if _of_the_hub(error):
+        return f"{_meant(Path(options.model))}; the bundled model needs no hub: --model {BUNDLED}"
+    if isinstance(error, ImportError) or "pip install" in said:
+        return ""
+    if "gguf_file" in source.arguments:
+        return "; is the file whole?" if "not supported" not in said else "; give the original model"
+    if source.folder is None:
+        return _meant(Path(options.model))
+    if part == "configuration":
+        return f"; check {source.folder / 'config.json'}, or fetch it again"
+    if part == "tokenizer":
+        return "; fetch the files of the tokenizer again"
+    return f"; check that {source.folder / 'config.json'} belongs to the weights, or fetch the model again"
 
 
 def _of_the_hub(error: BaseException) -> bool:
@@ -182,14 +284,23 @@ def _hub_is_unknown() -> bool:
 def _meant(path: Path) -> str:
     """A question whether another name was meant, the most similar of those there are; nothing where none is."""
     likely = {BUNDLED.casefold(): BUNDLED} if path.parent == Path() else {}
-    with suppress(OSError):
+    with suppress(OSError, RuntimeError):
         likely |= {
             each.name.casefold(): str(path.with_name(each.name))
             for each in path.expanduser().parent.iterdir()
-            if each.is_dir() or each.suffix.lower() == ".gguf"
+            if each.name != path.name and (each.is_dir() or each.suffix.lower() == ".gguf")
         }
     close = difflib.get_close_matches(path.name.casefold(), likely, n=1, cutoff=_CLOSE)
     return f"; did you mean {likely[close[0]]}?" if close else ""
+
+
+def _check_causal(model: str, config: PreTrainedConfig) -> None:
+    """Refuse a model that cannot write text token by token."""
+    own = getattr(config, "auto_map", None) or {}
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and "AutoModelForCausalLM" not in own:
+        raise BeaconScopeError(
+            f"{model} is not a causal language model (its model_type is {config.model_type}); give one that is"
+        )
 
 
 def _check_weights(model: str, found: Mapping[str, Any]) -> None:
@@ -205,37 +316,53 @@ def _check_weights(model: str, found: Mapping[str, Any]) -> None:
         )
 
 
-def _locate(options: LoadOptions) -> tuple[str, dict[str, Any]]:
-    """Where to load from, and the arguments that it needs."""
-    if not options.model:
+def _locate(options: LoadOptions) -> _Source:
+    """Where to load from, and the arguments that it needs.
+
+    Raises
+    ------
+    BeaconScopeError
+        When there is no such model.
+    """
+    name = options.model
+    if not name:
         raise BeaconScopeError("no model is named; give a local folder, a .gguf file or a hub id (owner/name)")
-    path = Path(options.model).expanduser()
-    if options.model == BUNDLED and not path.exists():
+    path = local_path(name)
+    if name == BUNDLED and not os.path.lexists(path):
         path = BUNDLED_FOLDER
+    arguments: dict[str, Any] = {"trust_remote_code": options.trust_remote_code}
+    if options.revision is not None:
+        arguments["revision"] = options.revision
+    if os.path.isdir(path):
+        return _Source(str(path), arguments, path)
+    if os.path.islink(path) and not os.path.exists(path):
+        raise BeaconScopeError(f"{name} is a link to a file that is missing; give where the model is")
     if path.suffix.lower() == ".gguf":
-        if not path.is_file():
-            raise BeaconScopeError(f"there is no model file {options.model}{_meant(Path(options.model))}")
-        if importlib.util.find_spec("gguf") is None:
-            raise BeaconScopeError("GGUF files need the package gguf; run: pip install 'beaconscope[gguf]'")
-        with path.open("rb") as file:
-            if file.read(4) != b"GGUF":
-                raise BeaconScopeError(f"{options.model} is no GGUF file")
-        return str(path.parent), {"gguf_file": path.name}
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise BeaconScopeError(f"the folder {options.model} holds no model (no config.json)")
-        if not any(any(path.glob(pattern)) for pattern in _WEIGHTS):
-            raise BeaconScopeError(f"the folder {options.model} holds no weights (such as model.safetensors)")
-        # transformers 5.2 would make up an empty one.
-        if not any(any(path.glob(pattern)) for pattern in _TOKENIZERS):
-            raise BeaconScopeError(f"the folder {options.model} holds no tokenizer (such as tokenizer.json)")
-        return str(path), {}
-    if path.is_file():
-        raise BeaconScopeError(f"{options.model} is a file but no .gguf; give the folder that holds the model")
-    meant = _meant(Path(options.model))
+        _check_gguf(path, name)
+        return _Source(str(path.parent), arguments | {"gguf_file": path.name}, None)
+    if os.path.exists(path):
+        raise BeaconScopeError(f"{name} is a file but no .gguf; give the folder that holds the model")
+    meant = _meant(Path(name))
     # The hub has no model of such a name without an owner, and need not be asked.
-    if not _HUB_ID.fullmatch(options.model) or BUNDLED in meant:
+    if not _HUB_ID.fullmatch(name) or len(name) > _LONGEST_HUB_ID or BUNDLED in meant:
         raise BeaconScopeError(
-            f"there is no model {options.model}; give a local folder, a .gguf file or a hub id (owner/name){meant}"
+            f"there is no model {name}; give a local folder, a .gguf file or a hub id (owner/name){meant}"
         )
-    return options.model, {"local_files_only": True} if _hub_is_unknown() else {}
+    if _hub_is_unknown():
+        arguments["local_files_only"] = True
+    return _Source(name, arguments, None)
+
+
+def _check_gguf(path: Path, name: str) -> None:
+    """Refuse a GGUF file that is missing, unreadable, or cannot be read for want of a package."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(4)
+    except FileNotFoundError:
+        raise BeaconScopeError(f"there is no model file {name}{_meant(Path(name))}") from None
+    except OSError as error:
+        raise BeaconScopeError(f"{name} cannot be read ({os_reason(error)}); check its permissions") from error
+    if importlib.util.find_spec("gguf") is None:
+        raise BeaconScopeError("GGUF files need the package gguf; run: pip install 'beaconscope[gguf]'")
+    if head != b"GGUF":
+        raise BeaconScopeError(f"{name} is not a GGUF file; give another, or fetch it again")

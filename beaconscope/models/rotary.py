@@ -5,13 +5,16 @@ dimensions pair, with which sign, and which frequency turns each. What comes out
 (:class:`~beaconscope.kv.rotary.Rotary`), and two checks stand behind it:
 
 1. it gives what the model's function gives, on random vectors;
-2. one token, alone in its sequence, attends to itself only, so every layer sees the same input at whatever position it
-   stands; the un-rotated queries of that token at several positions must therefore agree, in every layer.
+2. the un-rotated queries of one hidden state at several positions agree, in every layer.
+
+Where there is no such function, or it is called on a part of a head, the usual layouts are tried (half-split or
+interleaved pairs, on the first or the last dimensions, either direction); the second check says which it is.
 """
 
 from __future__ import annotations
 
-import sys
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -19,6 +22,7 @@ from torch import Tensor, nn
 
 from beaconscope.errors import BeaconScopeError
 from beaconscope.kv.rotary import Rotary
+from beaconscope.models.hooks import function_beside
 
 PROBE_POSITIONS = (0, 1, 7, 61)
 _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4, torch.bfloat16: 6e-2, torch.float16: 2e-2}
@@ -29,18 +33,18 @@ class RotaryMismatch(BeaconScopeError):
 
 
 def derive_rotary(
-    module: nn.Module, position_embeddings: tuple[Tensor, Tensor], queries: Tensor, positions: Tensor, model: nn.Module
+    module: nn.Module, position_embeddings: Any, queries: Tensor, positions: Tensor, model: nn.Module
 ) -> Rotary:
-    """The rotary embedding of one attention layer.
+    """Return the rotary embedding of one attention layer.
 
     Parameters
     ----------
     module
-        The attention layer; its module of code holds ``apply_rotary_pos_emb``.
+        The attention layer; its module of code holds ``apply_rotary_pos_emb``, in most architectures.
     position_embeddings
-        Cosine and sine that the model handed to the layer for ``positions``, each [P, 1, F].
+        What the model handed to the layer for ``positions``: cosine and sine, each [P, 1, F], in most architectures.
     queries
-        Post-RoPE queries of one and the same token at ``positions``, [P, heads, D].
+        Post-RoPE queries of one and the same hidden state at ``positions``, [P, heads, D].
     positions
         int64 [P], the first of them 0.
     model
@@ -51,14 +55,12 @@ def derive_rotary(
     RotaryMismatch
         When no reading passes the checks.
     """
-    size = queries.shape[-1]
+    tolerance = _TOLERANCE.get(queries.dtype, 1e-4)
     queries = queries.float()
-    scale = queries.norm(dim=-1).mean().clamp(min=1e-6)
-    tolerance = _TOLERANCE.get(position_embeddings[0].dtype, 1e-4) * scale
-    plain = Rotary.none(size)
+    tolerance = tolerance * float(queries.norm(dim=-1).mean().clamp(min=1e-6))
     if _spread(queries) <= tolerance * 1e-1:
-        return plain  # a layer without rotary embedding
-    for candidate in _candidates(module, position_embeddings, positions, model, size):
+        return Rotary.none(queries.shape[-1])  # a layer without rotary embedding
+    for candidate in _candidates(module, position_embeddings, positions, model, queries.shape[-1]):
         if _spread(candidate.unrotate(queries, positions[:, None])) <= tolerance:
             return candidate
     raise RotaryMismatch(
@@ -67,29 +69,54 @@ def derive_rotary(
     )
 
 
-def _spread(queries: Tensor) -> Tensor:
-    """Largest difference between a token's queries at different positions, [P, heads, D] -> []."""
-    return (queries - queries[:1]).abs().max()
-
-
-def function_beside(module: nn.Module, name: str) -> Any:
-    """The function ``name`` of the file that a module's class, or one that it derives from, is written in."""
-    for kind in type(module).__mro__:
-        found = getattr(sys.modules[kind.__module__], name, None)
-        if found is not None:
-            return found
-    return None
+def _spread(queries: Tensor) -> float:
+    """Return the largest difference between a hidden state's queries [P, heads, D] at different positions."""
+    return float((queries - queries[:1]).abs().max())
 
 
 def _candidates(
+    module: nn.Module, position_embeddings: Any, positions: Tensor, model: nn.Module, size: int
+) -> Iterator[Rotary]:
+    """Yield readings of the model's own rotary function first, then every usual layout of rotated dimensions."""
+    handed = _cosine_and_sine(position_embeddings, len(positions))
+    if handed is not None:
+        yield from _from_function(module, handed, positions, model, size)
+    dtype = torch.float32 if handed is None else handed[0].dtype
+    for inv_freq, scaling, limit in _frequencies(model):
+        rotated = 2 * len(inv_freq)
+        if rotated > size:
+            continue
+        for first, interleaved, turn in itertools.product(
+            dict.fromkeys((0, size - rotated)), (False, True), (1.0, -1.0)
+        ):
+            partner, sign, frequency = torch.arange(size), torch.ones(size), torch.full((size,), -1)
+            index = torch.arange(len(inv_freq))
+            one, other = (2 * index, 2 * index + 1) if interleaved else (index, index + len(inv_freq))
+            one, other = one + first, other + first
+            partner[one], partner[other] = other, one
+            sign[one], sign[other] = -turn, turn
+            frequency[one] = frequency[other] = index
+            yield Rotary(partner, sign, frequency, inv_freq, scaling, dtype, limit)
+
+
+def _cosine_and_sine(position_embeddings: Any, count: int) -> tuple[Tensor, Tensor] | None:
+    """Return cosine and sine, each [P, 1, F] on the CPU, where that is what the model hands to its layers."""
+    if not isinstance(position_embeddings, tuple) or len(position_embeddings) != 2:
+        return None
+    cos, sin = position_embeddings
+    if not isinstance(cos, Tensor) or cos.dim() != 3 or cos.shape[0] != count or cos.is_complex():
+        return None
+    return cos.detach().cpu(), sin.detach().cpu()
+
+
+def _from_function(
     module: nn.Module, position_embeddings: tuple[Tensor, Tensor], positions: Tensor, model: nn.Module, size: int
-) -> list[Rotary]:
-    """Readings of the model's own rotary function: on the whole head, or on its last dimensions (latent attention)."""
+) -> Iterator[Rotary]:
+    """Yield readings of the model's own function: on the whole head, or on its last dimensions (latent attention)."""
     apply = function_beside(module, "apply_rotary_pos_emb")
     if apply is None:
-        return []
+        return
     cos, _ = position_embeddings
-    found = []
     rotated = getattr(module, "qk_rope_head_dim", None)
     for part in dict.fromkeys([size, rotated or size]):
         structure = _structure(apply, part, cos.shape[-1])
@@ -97,7 +124,9 @@ def _candidates(
             continue
         partner, sign, column = structure
         spare = size - part  # dimensions before them that do not turn
-        for inv_freq, scaling, limit in _frequencies(model, position_embeddings, positions):
+        for inv_freq, scaling, limit in _frequencies(model):
+            if not _made_of(cos, inv_freq, scaling, positions):
+                continue
             # The cosine may be there twice, once for each dimension of a pair.
             frequency = torch.where(column >= 0, column % len(inv_freq), -1)
             rotary = Rotary(
@@ -110,8 +139,7 @@ def _candidates(
                 limit=limit,
             )
             if _agrees(apply, rotary, position_embeddings, positions, spare):
-                found.append(rotary)
-    return found
+                yield rotary
 
 
 def _structure(apply: Any, size: int, columns: int) -> tuple[Tensor, Tensor, Tensor] | None:
@@ -143,10 +171,8 @@ def _structure(apply: Any, size: int, columns: int) -> tuple[Tensor, Tensor, Ten
     return partner, sign, (column.round().long() - 1).where(~passes, torch.tensor(-1))
 
 
-def _frequencies(
-    model: nn.Module, position_embeddings: tuple[Tensor, Tensor], positions: Tensor
-) -> list[tuple[Tensor, float, int | None]]:
-    """Frequencies, scaling and limit of every rotary module of the model that could have made these embeddings."""
+def _frequencies(model: nn.Module) -> list[tuple[Tensor, float, int | None]]:
+    """Return frequencies, scaling and limit of every rotary module of the model."""
     found = []
     for name, buffer in model.named_buffers():
         leaf = name.rpartition(".")[2]
@@ -158,17 +184,17 @@ def _frequencies(
         kind = getattr(owner, f"{prefix}rope_type", None) or getattr(owner, "rope_type", "default")
         if isinstance(kind, dict):
             kind = kind.get(prefix.rstrip("_"), "default")
-        limit = None
-        if kind in ("dynamic", "longrope"):
-            limit = _original_context(owner, model)
+        limit = _original_context(owner, model) if kind in ("dynamic", "longrope") else None
         # A copy: dynamic rotary changes its buffer as a sequence grows.
-        inv_freq = buffer.detach().float().cpu().clone()
-        cos = (positions.float().cpu()[:, None] * inv_freq).cos() * scaling  # [P, F]
-        width = len(inv_freq)
-        given = position_embeddings[0].float().cpu().reshape(len(positions), -1)[:, :width]
-        if given.shape == cos.shape and torch.allclose(cos, given, atol=1e-2):
-            found.append((inv_freq, scaling, limit))
+        found.append((buffer.detach().float().cpu().clone(), scaling, limit))
     return found
+
+
+def _made_of(cos: Tensor, inv_freq: Tensor, scaling: float, positions: Tensor) -> bool:
+    """Return whether a table of cosines [P, 1, F] may be that of these frequencies."""
+    expected = (positions.float().cpu()[:, None] * inv_freq).cos() * scaling  # [P, F]
+    given = cos.float().reshape(len(positions), -1)[:, : len(inv_freq)]
+    return given.shape == expected.shape and torch.allclose(expected, given, atol=1e-2)
 
 
 def _original_context(owner: nn.Module, model: nn.Module) -> int | None:

@@ -6,25 +6,22 @@ queued, and once in a while on an accelerator, where the tokens drawn past an en
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 import torch
 from torch import Tensor
-from transformers import (
-    LogitsProcessorList,
-    MinPLogitsWarper,
-    PreTrainedModel,
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers import PreTrainedModel
 
+from beaconscope.errors import BeaconScopeError
 from beaconscope.kv.cache import CompressedCache
 from beaconscope.models import cache_argument
-from beaconscope.record.options import Sampling
+from beaconscope.models.finite import finite_logits
+from beaconscope.record.decoding import Decoding, Text
+from beaconscope.record.draw import Draw
 
 _SETTLE_STEPS = 32
 _SETTLE_SECONDS = 0.5
@@ -38,13 +35,34 @@ class Written:
 
     tokens: list[int] = field(default_factory=list)
     logprob: list[float] = field(default_factory=list)
-    """Of each token under the model, before sampling options."""
+    """Of each token under the model, before any generation setting changes the logits."""
     entropy: list[float] = field(default_factory=list)
-    """Of the model's distribution that each token was drawn from, nats."""
+    """Of the model's distribution for each token, before any generation setting changes the logits, nats."""
     ended: bool = False
     """The last token ends the text."""
     done: bool = False
     """Nothing comes after the last token: it ends the text, or the limit is reached."""
+
+
+class NotFinite(BeaconScopeError):
+    """A model's logits are not finite, so that no token follows from them.
+
+    Parameters
+    ----------
+    row
+        Number of the sequence in the batch.
+    prompt
+        Tokens of its prompt.
+    ids
+        All tokens up to the one after which the logits are not finite, the prompt's included.
+    """
+
+    def __init__(self, row: int, prompt: int, ids: Sequence[int]) -> None:
+        self.row = row
+        self.ids = list(ids)
+        new = len(ids) - prompt
+        self.place = f"after {new} new token{'s' * (new != 1)}" if new else "after the prompt"
+        super().__init__(f"the model's logits are not finite {self.place}")
 
 
 class Generation:
@@ -58,8 +76,8 @@ class Generation:
         A fresh cache of that model.
     prompts
         Token ids of each prompt; shorter ones are padded on the left.
-    sampling
-        How tokens are drawn.
+    decoding
+        How tokens are chosen.
     limits
         New tokens of each sequence at most.
     end_tokens
@@ -73,7 +91,7 @@ class Generation:
         model: PreTrainedModel,
         cache: CompressedCache,
         prompts: Sequence[Sequence[int]],
-        sampling: Sampling,
+        decoding: Decoding,
         limits: Sequence[int],
         end_tokens: frozenset[int],
         forced: Sequence[int] | None = None,
@@ -97,7 +115,9 @@ class Generation:
             device=self._device,
         )
         self._prompt_lengths = torch.tensor([len(prompt) for prompt in prompts], device=self._device)  # [B]
-        self._draw = _Draw(sampling, self._ids, self._mask)
+        ends = tuple(sorted(end_tokens))
+        texts = [Text(prompt, limit, ends) for prompt, limit in zip(prompts, limits, strict=True)]
+        self._draw = Draw(decoding, texts, self._device)
         self._unsettled: list[tuple[Tensor, Tensor, Tensor]] = []  # tokens, logprob, entropy, each [B]
         self.written = [Written() for _ in prompts]
 
@@ -107,7 +127,13 @@ class Generation:
         return [len(prompt) + len(row.tokens) for prompt, row in zip(self._prompts, self.written, strict=True)]
 
     def prefill(self, chunk: int | None) -> list[int]:
-        """Feed the prompts, in passes of ``chunk`` tokens or whole; returns the size of each pass."""
+        """Feed the prompts, in passes of ``chunk`` tokens or whole; returns the size of each pass.
+
+        Raises
+        ------
+        NotFinite
+            When the logits after a prompt are not finite.
+        """
         self._cache.expect_prompt(self._columns)
         sizes = []
         for start in range(0, self._columns, chunk or self._columns):
@@ -115,12 +141,21 @@ class Generation:
             position = (self._mask.cumsum(dim=1) - 1).clamp(min=0)[:, start:stop]
             self._logits = self._forward(self._ids[:, start:stop], position, stop)[:, -1]
             sizes.append(stop - start)
+        finite = finite_logits(self._logits).tolist()
+        if not all(finite):
+            self._stop(finite.index(False), [])
         return sizes
 
     def run(self, settled: Callable[[], bool]) -> None:
         """Write until every sequence ends or reaches its limit.
 
         ``settled`` is called whenever new tokens have arrived in :attr:`written`; True from it stops the loop.
+
+        Raises
+        ------
+        NotFinite
+            When the logits of a sequence are not finite. In :attr:`written` are the tokens before the one after which
+            they are not, since what the model makes of that one is not finite either.
         """
         if self._forced is not None:
             self._force(self._forced, settled)
@@ -128,7 +163,8 @@ class Generation:
         queues = _queues_work(self._device)
         reported, last = 0, time.monotonic()
         for step in range(1, max(self._limits) + 1):
-            token = self._draw(self._logits)
+            # Where steps are not settled one by one, what is not finite is drawn from before it is known.
+            token = self._draw(_drawable(self._logits) if queues else self._logits)
             self._note(token, self._logits)
             position = (self._prompt_lengths + step - 1)[:, None]
             self._logits = self._forward(token[:, None], position, self._columns + step)[:, -1]
@@ -138,6 +174,7 @@ class Generation:
             if due or self._done or step == max(self._limits):
                 self._settle()
                 reported, last = step, time.monotonic()
+                self._draw.check([len(row.tokens) for row in self.written])
                 if settled() or self._done:
                     return
 
@@ -182,68 +219,53 @@ class Generation:
         return output.logits.float()  # type: ignore[no-any-return]
 
     def _note(self, token: Tensor, logits: Tensor) -> None:
-        """Let tokens [B], drawn from ``logits`` [B, V], wait to be settled."""
+        """Let tokens [B], chosen after ``logits`` [B, V], wait to be settled."""
         log_probabilities = logits.log_softmax(dim=-1)
         entropy = -(log_probabilities.exp() * log_probabilities.clamp(min=torch.finfo(torch.float32).min)).sum(dim=-1)
         self._unsettled.append((token, log_probabilities.gather(-1, token[:, None])[:, 0], entropy))
 
     def _settle(self) -> None:
-        """Bring the tokens that wait to the host, up to the end of each text."""
+        """Bring the tokens that wait to the host, up to the end of each text.
+
+        A token is taken if the logits after it are finite, as those that it was drawn from are: then what the model
+        computed of it is.
+        """
         if not self._unsettled:
             return
         tokens, logprob, entropy = (torch.stack(part, dim=1).tolist() for part in zip(*self._unsettled, strict=True))
         self._unsettled.clear()
+        last = finite_logits(self._logits).tolist()
+        broken: tuple[int, int] | None = None  # the first sequence that is not finite, and the token after which
         for index, (row, limit) in enumerate(zip(self.written, self._limits, strict=True)):
-            for token, probability, nats in zip(tokens[index], logprob[index], entropy[index], strict=True):
+            # The entropy of logits that are not finite is not finite.
+            after = [*map(math.isfinite, entropy[index][1:]), last[index]]
+            for token, probability, nats, finite in zip(
+                tokens[index], logprob[index], entropy[index], after, strict=True
+            ):
                 if row.done:
+                    break
+                if not finite:
+                    broken = broken or (index, token)
                     break
                 row.tokens.append(token)
                 row.logprob.append(probability)
                 row.entropy.append(nats)
                 row.ended = self._forced is None and token in self._end_tokens
                 row.done = row.ended or len(row.tokens) == limit
+        if broken is not None:
+            index, token = broken
+            self._stop(index, [*self.written[index].tokens, token])
+
+    def _stop(self, row: int, tokens: Sequence[int]) -> NoReturn:
+        prompt = self._prompts[row]
+        raise NotFinite(row, len(prompt), [*prompt, *tokens])
+
+
+def _drawable(logits: Tensor) -> Tensor:
+    """The logits [B, V] with zeros in place of rows from which nothing can be drawn."""
+    return logits.masked_fill(~finite_logits(logits)[:, None], 0.0)
 
 
 def _queues_work(device: torch.device) -> bool:
     """Whether a device works behind the host's back, so that to look at a result is to wait for it."""
     return device.type != "cpu"
-
-
-class _Draw:
-    """Draws the next token of each sequence, each from a stream of random numbers of its own."""
-
-    def __init__(self, sampling: Sampling, ids: Tensor, mask: Tensor) -> None:
-        self._greedy = sampling.temperature == 0
-        # What occurs is penalised once, however often: where padding was, a prompt's last token does no harm.
-        self._ids = torch.where(mask.bool(), ids, ids[:, -1:])
-        self._processors = LogitsProcessorList()
-        if self._greedy:
-            return
-        if sampling.repetition_penalty != 1:
-            self._processors.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
-        if sampling.temperature != 1:
-            self._processors.append(TemperatureLogitsWarper(sampling.temperature))
-        if sampling.top_k:
-            self._processors.append(TopKLogitsWarper(sampling.top_k))
-        if sampling.top_p < 1:
-            self._processors.append(TopPLogitsWarper(sampling.top_p))
-        if sampling.min_p:
-            self._processors.append(MinPLogitsWarper(sampling.min_p))
-        self._penalty = sampling.repetition_penalty != 1
-        self._streams = [torch.Generator(ids.device).manual_seed(sampling.seed) for _ in range(ids.shape[0])]
-
-    def __call__(self, logits: Tensor) -> Tensor:
-        """Tokens [B] drawn from ``logits`` [B, V]."""
-        if self._greedy:
-            return logits.argmax(dim=-1)
-        scores = self._processors(self._ids, logits)  # type: ignore[arg-type]
-        probabilities = scores.softmax(dim=-1)
-        token = torch.cat(
-            [
-                torch.multinomial(row, 1, generator=stream)
-                for row, stream in zip(probabilities, self._streams, strict=True)
-            ]
-        )
-        if self._penalty:
-            self._ids = torch.cat([self._ids, token[:, None]], dim=1)
-        return token

@@ -2,10 +2,11 @@
 
 1. *Teacher-forced*: the same tokens are fed through the full cache and through each setting, block by block, and the
    two distributions of the next token are compared where they stand, so that no more than a block of them is held.
-2. *Free-running*: each setting, and the full cache, writes on from the prompt with the sampling options and the seed of
-   the recording.
+2. *Free-running*: each setting, and the full cache, writes on from the prompt with the generation settings and the seed
+   of the recording, those that came from the model included.
 
-The full cache is what the others are held against, not the recording: that may have been made with another cache.
+The full cache is what the others are compared with, not the recording, which may have been made with another cache.
+A setting that evicted nothing did what the full cache does. Nothing was measured of it then, so it has no measures.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import zip_longest
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -23,11 +24,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from beaconscope.errors import BeaconScopeError
 from beaconscope.kv.cache import CompressedCache
+from beaconscope.kv.layer import CompressedLayer
 from beaconscope.kv.policies import Full, Policy
 from beaconscope.models import TappedModel, cache_argument, tap, token_bytes
+from beaconscope.models.finite import explain_not_finite, finite_logits
+from beaconscope.models.hooks import LayerCall
 from beaconscope.progress import Progress
-from beaconscope.record.generate import Generation
-from beaconscope.record.options import Sampling
+from beaconscope.record.decoding import Decoding
+from beaconscope.record.generate import Generation, NotFinite
+from beaconscope.record.generation_config import check_decoding
 from beaconscope.record.vocabulary import end_tokens, kinds_of_tokens
 from beaconscope.trace import Trace, split_phases
 from beaconscope.trace.facts import prefill_passes
@@ -43,12 +48,15 @@ class Forced:
 
     tokens: int
     """Generated tokens of the recording, T."""
-    kl: float
+    evicted: int
+    """Entries that were gone when the last of them was predicted, over all layers and KV heads. Where a setting has 0,
+    it has no measures."""
+    kl: float | None
     """Kullback-Leibler divergence of the next token's distribution from the full cache's, mean over tokens, nats."""
-    kl_most: float
-    perplexity: float
+    kl_most: float | None
+    perplexity: float | None
     """Of the recorded tokens, exp of their mean negative log probability."""
-    agreement: float
+    agreement: float | None
     """Share of the tokens at which both hold the same one most likely, 0 to 1."""
 
 
@@ -57,13 +65,16 @@ class Free:
     """What one setting wrote by itself; against what the full cache wrote."""
 
     tokens: int
-    agreement: float
+    evicted: int
+    """Entries that were gone when the last token was predicted, over all layers and KV heads. Where a setting has 0,
+    it has no measures."""
+    agreement: float | None
     """Share of the places, of the longer text, that hold the same token, 0 to 1."""
     first_divergence: int | None
     """Place of the first other token, counted from the end of the prompt; None where all are the same."""
     answer: str
     """What follows the thought; all of it where there is no thought."""
-    same_answer: bool
+    same_answer: bool | None
     """The answers are the same but for white space."""
     right: bool | None
     """The answer holds the right one as a word; None where the trace does not know it."""
@@ -110,7 +121,7 @@ def check_live(
     Raises
     ------
     BeaconScopeError
-        When the trace is of another model, or nothing was generated.
+        When the trace is of another model, nothing was generated, or the model's logits are not finite.
     UsageError
         For a policy that works in replay only.
     """
@@ -126,13 +137,46 @@ def check_live(
     runs = _Runs(tapped, tokenizer, trace, prompt, len(generated), wanted, progress or (lambda done, total: None))
     with torch.inference_mode():
         forced = runs.forced(generated)
-        written = [runs.free(policy) for policy in wanted]
+        written, evicted = zip(*(runs.free(policy) for policy in wanted), strict=True)
     answers = [runs.answer(tokens) for tokens in written]
     right = trace.metadata.get("right_answer")
-    return [
-        LiveCheck(policy, on_text, _compared(tokens, written[0], answer, answers[0], right))
-        for policy, on_text, tokens, answer in zip(wanted, forced, written, answers, strict=True)
+    free = [
+        _compared(tokens, gone, policy.evicts, written[0], answer, answers[0], right)
+        for policy, tokens, gone, answer in zip(wanted, written, evicted, answers, strict=True)
     ]
+    return [LiveCheck(*each) for each in zip(wanted, forced, free, strict=True)]
+
+
+class _CountingCache(CompressedCache):
+    """A cache that knows how many of its entries were gone when each forward pass began."""
+
+    def __init__(self, tapped: TappedModel, policy: Policy, token_kinds: Tensor | None, max_length: int | None) -> None:
+        super().__init__(tapped, policy, token_kinds=token_kinds, max_length=max_length)
+        self._first = next((layer.layer for layer in self.compressed_layers), None)
+        self._gone: dict[int, int | Tensor] = {}  # by the position of the first token of a pass
+
+    def begin(self, call: LayerCall) -> None:
+        """See :class:`~beaconscope.models.hooks.TappedCache`."""
+        super().begin(call)
+        if call.layer == self._first:
+            layers = [layer for layer in self.compressed_layers if layer.lanes]
+            start = layers[0].lanes[0].seen if layers else 0
+            self._gone[start] = sum((_evicted_of(layer) for layer in layers), start=0)
+
+    def evicted_before(self, position: int) -> int:
+        """Entries, over layers and KV heads, that the query at a position could not attend to any more."""
+        starts = [start for start in self._gone if start <= position]
+        return int(self._gone[max(starts)]) if starts else 0
+
+
+def _evicted_of(layer: CompressedLayer) -> int | Tensor:
+    """Entries that a layer's only lane has seen and holds no more, over its KV heads."""
+    lane = layer.lanes[0]
+    held = layer.kept_positions(lane, 0)  # [H, N]
+    if layer.policy.ragged:
+        return held.shape[0] * lane.seen - (held >= 0).sum()
+    # On the host, where nobody waits for the device.
+    return held.shape[0] * (lane.seen - held.shape[1])
 
 
 class _Runs:
@@ -157,20 +201,23 @@ class _Runs:
         try:
             # A chain of thought that was given says nothing of how long the model's own may be.
             limit = generated if options["teacher_forced"] else int(options["max_new_tokens"])
-            self._sampling = Sampling(**options["sampling"])
+            self._decoding = Decoding.of_trace(options)
+            check_decoding(self._decoding, tapped.model)
             self._chunk = None if options["prefill_chunk"] is None else max(1, int(options["prefill_chunk"]))
             self._markers = str(options["think_open"]), str(options["think_close"])
         except (KeyError, TypeError, ValueError) as error:
             raise BeaconScopeError(f"{trace.path} does not say how it was generated; record it again") from error
-        context = getattr(tapped.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-        self._limit = limit if context is None else min(limit, context - len(prompt))
+        # As far as the model can go, as in the recording.
+        ends = [end for end in (tapped.context, tapped.rotary_limit) if end is not None]
+        self._limit = min([limit, *(end - len(prompt) for end in ends)])
+        self._max_length = len(prompt) + max(generated, self._limit)
         self._total = len(policies) * (generated + self._limit)
         self._done = 0
         self._progress = progress
 
-    def _cache(self, policy: Policy) -> CompressedCache:
+    def _cache(self, policy: Policy) -> _CountingCache:
         kinds = kinds_of_tokens(self._tapped.model, self._tokenizer) if policy.needs_kinds else None
-        return CompressedCache(self._tapped, policy, token_kinds=kinds)
+        return _CountingCache(self._tapped, policy, token_kinds=kinds, max_length=self._max_length)
 
     def _fed(self, tokens: int) -> None:
         self._done += tokens
@@ -178,7 +225,8 @@ class _Runs:
 
     def forced(self, generated: list[int]) -> list[Forced]:
         """Feed the recorded tokens to every cache."""
-        feeds = [_Feed(self._tapped.model, self._cache(policy), len(self._prompt)) for policy in self._policies]
+        caches = [self._cache(policy) for policy in self._policies]
+        feeds = [_Feed(self._tapped.model, cache, len(self._prompt)) for cache in caches]
         device = self._tapped.model.device
         text = torch.tensor([self._prompt + generated], device=device)
         start = 0
@@ -191,33 +239,57 @@ class _Runs:
             full: Tensor | None = None
             for number, feed in enumerate(feeds):
                 after = feed(part)  # [t, V]
+                self._check_finite(self._policies[number], before[number], after, text[0, : first + part.shape[1]])
                 log_p = torch.cat([before[number], after[:-1]]).log_softmax(dim=-1)
                 before[number] = after[-1:]
                 full = log_p if full is None else full
                 told[number].append(_distances(full, log_p, part[0]))
                 self._fed(part.shape[1])
-        return [_forced(torch.cat(parts)) for parts in told]
+        # The last token is predicted by the query before it.
+        evicted = [cache.evicted_before(text.shape[1] - 2) for cache in caches]
+        return [
+            _forced(torch.cat(parts), gone, policy.evicts)
+            for parts, gone, policy in zip(told, evicted, self._policies, strict=True)
+        ]
 
-    def free(self, policy: Policy) -> list[int]:
-        """Tokens that the model writes with a cache of ``policy``."""
+    def _check_finite(self, policy: Policy, before: Tensor, after: Tensor, ids: Tensor) -> None:
+        """Refuse logits before and after the last tokens of ``ids``, [1, V] and [t, V], that are not finite."""
+        finite = finite_logits(torch.cat([before, after])).tolist()
+        if not all(finite):
+            fed = len(ids) - len(after) + finite.index(False)
+            self._refuse(policy, NotFinite(0, len(self._prompt), ids[:fed].tolist()))
+
+    def _refuse(self, policy: Policy, error: NotFinite) -> NoReturn:
+        raise BeaconScopeError(
+            f"under {policy.name} the model's logits are not finite {error.place}: "
+            f"{explain_not_finite(self._tapped.model, error.ids)}"
+        ) from error
+
+    def free(self, policy: Policy) -> tuple[list[int], int]:
+        """Tokens that the model writes with a cache of ``policy``, and the entries gone when it wrote the last."""
+        cache = self._cache(policy)
         generation = Generation(
             self._tapped.model,
-            self._cache(policy),
+            cache,
             [self._prompt],
-            self._sampling,
+            self._decoding,
             [self._limit],
             end_tokens(self._tapped.model, self._tokenizer),
         )
-        generation.prefill(self._chunk)
         before = self._done
 
         def settled() -> bool:
             self._fed(before + len(generation.written[0].tokens) - self._done)
             return False
 
-        generation.run(settled)
+        try:
+            generation.prefill(self._chunk)
+            generation.run(settled)
+        except NotFinite as error:
+            self._refuse(policy, error)
         self._fed(before + self._limit - self._done)
-        return generation.written[0].tokens
+        tokens = generation.written[0].tokens
+        return tokens, cache.evicted_before(len(self._prompt) + len(tokens) - 2)
 
     def answer(self, tokens: list[int]) -> str:
         """What follows the thought in what was written."""
@@ -267,10 +339,13 @@ def _distances(full: Tensor, log_p: Tensor, tokens: Tensor) -> Tensor:
     return torch.stack([divergence, of_token, same], dim=-1).cpu()
 
 
-def _forced(told: Tensor) -> Forced:
+def _forced(told: Tensor, evicted: int, evicts: bool) -> Forced:
+    if evicts and not evicted:
+        return Forced(len(told), 0, kl=None, kl_most=None, perplexity=None, agreement=None)
     divergence, of_token, same = told.double().unbind(dim=-1)
     return Forced(
         tokens=len(told),
+        evicted=evicted,
         kl=float(divergence.mean()),
         kl_most=float(divergence.max()),
         perplexity=float((-of_token.mean()).exp()),
@@ -278,10 +353,16 @@ def _forced(told: Tensor) -> Forced:
     )
 
 
-def _compared(tokens: list[int], full: list[int], answer: str, full_answer: str, right: str | None) -> Free:
+def _compared(
+    tokens: list[int], evicted: int, evicts: bool, full: list[int], answer: str, full_answer: str, right: str | None
+) -> Free:
+    if evicts and not evicted:
+        nothing = dict.fromkeys(("agreement", "first_divergence", "same_answer", "right"))
+        return Free(len(tokens), 0, answer=answer, **nothing)
     same = np.array([one == other for one, other in zip_longest(tokens, full)])
     return Free(
         tokens=len(tokens),
+        evicted=evicted,
         agreement=float(same.mean()),
         first_divergence=None if same.all() else int(same.argmin()),
         answer=answer,

@@ -21,12 +21,14 @@ from typing import IO
 from urllib.parse import quote
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from beaconscope.engines import Engine, WorkersDied, check_engine, run_tasks
 from beaconscope.errors import BeaconScopeError, UsageError
 from beaconscope.files import lock_now
-from beaconscope.models import LoadedModel, LoadOptions, load_model
+from beaconscope.models import LoadedModel, LoadOptions, load_model, load_tokenizer, local_path
 from beaconscope.progress import Note, Progress
+from beaconscope.record.encode import check_prompts
 from beaconscope.record.options import RecordOptions
 from beaconscope.record.prompts import Prompt
 from beaconscope.record.record import record_prompts
@@ -86,8 +88,11 @@ def record_with_workers(
         )
     paths, unfinished = find_unfinished(prompts, Path(folder), force=force, note=note)
     folder = Path(folder).absolute()
-    if (local := Path(load.model).expanduser()).exists():
+    if os.path.exists(local := local_path(load.model)):
         load = replace(load, model=str(local.absolute()))
+    if unfinished and engine == "loky":
+        # Here once, before each worker loads a model; on a cluster the files may not be on this machine.
+        check_prompts(_tokenizer(load), unfinished, options)
     run = uuid.uuid4().hex
     tasks = {
         batch[0].id: _Batch(load, tuple(batch), options, folder, run)
@@ -129,6 +134,7 @@ class _Batch:
         notes: list[str] = []
         # Where a worker of a cluster has several threads, they take turns: there is one model.
         with _TURN:
+            check_prompts(_tokenizer(self.load), self.prompts, self.options)
             worker = _worker(self.load, self.run)
             record_prompts(
                 worker.loaded.model,
@@ -155,12 +161,18 @@ class _Worker:
 
 
 @functools.lru_cache(maxsize=1)
+def _tokenizer(load: LoadOptions) -> PreTrainedTokenizerBase:
+    return load_tokenizer(load)
+
+
+@functools.lru_cache(maxsize=1)
 def _worker(load: LoadOptions, run: str) -> _Worker:
     claim = None
+    tokenizer = _tokenizer(load)
     if _wants_gpu(load) and torch.cuda.is_available():
         index, claim = claim_gpu(run, torch.cuda.device_count())
         load = replace(load, device=f"cuda:{index}")
-    return _Worker(load_model(load), claim)
+    return _Worker(load_model(load, tokenizer), claim)
 
 
 def _wants_gpu(load: LoadOptions) -> bool:

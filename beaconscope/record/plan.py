@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from beaconscope.errors import BeaconScopeError
-from beaconscope.kv.policies import BeaconKV, Full
+from beaconscope.kv.cache import sliding_note
 from beaconscope.models import TappedModel
 from beaconscope.record.options import RecordOptions
 from beaconscope.selection import select
@@ -23,6 +23,8 @@ class Plan:
     layout: TraceLayout
     limits: tuple[int, ...]
     """New tokens of each prompt at most; less than was asked for where the model's context ends."""
+    max_length: int
+    """Most tokens of a sequence of the batch, prompt and new ones; decides which sliding layers see everything."""
     notes: tuple[str, ...]
     """What the user should know before it starts."""
 
@@ -56,13 +58,14 @@ def make_plan(
     notes: list[str] = []
     limits = tuple(_fit_context(tapped, options, length, forced, notes) for length in prompt_lengths)
     totals = [length + limit for length, limit in zip(prompt_lengths, limits, strict=True)]
-    known = _rotary_limit(tapped, options)
-    # The whole batch goes on until its last sequence is done, and the longest decides the frequencies of all.
-    if known is not None and max(prompt_lengths) + max(limits) > known:
+    # The whole batch goes on until its last sequence is done.
+    max_length = max(prompt_lengths) + max(limits)
+    if tapped.rotary_limit is not None and max_length > tapped.rotary_limit:
         raise BeaconScopeError(
-            f"together these prompts go past the {known} tokens after which this model changes its rotary frequencies; "
-            "give --batch-size 1"
+            f"together these prompts go past the {tapped.rotary_limit} tokens after which this model changes its "
+            "rotary frequencies; give --batch-size 1"
         )
+    notes += _check_windows(tapped, options, prompt_lengths, max_length)
     dtype = str(tapped.model.dtype)
     size = estimate_bytes(layout, max(totals), model_dtype=dtype)
     needed = sum(disk_bytes(layout, total, model_dtype=dtype) for total in totals)
@@ -79,7 +82,7 @@ def make_plan(
         f"{prompt_lengths[longest]} + {limits[longest]} tokens"
     )
     notes.append(text + (f"; {remedy}." if size > _WORTH_A_HINT else "."))
-    return Plan(layout, limits, tuple(dict.fromkeys(notes)))
+    return Plan(layout, limits, max_length, tuple(dict.fromkeys(notes)))
 
 
 def make_layout(tapped: TappedModel, options: RecordOptions) -> TraceLayout:
@@ -111,7 +114,7 @@ def make_layout(tapped: TappedModel, options: RecordOptions) -> TraceLayout:
 def _fit_context(tapped: TappedModel, options: RecordOptions, prompt: int, forced: int | None, notes: list[str]) -> int:
     """New tokens at most."""
     wanted = options.max_new_tokens if forced is None else forced
-    context = getattr(tapped.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    context = tapped.context
     if context is not None and prompt + (forced or 1) > context:
         what = (
             f"the prompt has {prompt} tokens"
@@ -122,19 +125,43 @@ def _fit_context(tapped: TappedModel, options: RecordOptions, prompt: int, force
     limit = wanted if context is None else min(wanted, context - prompt)
     if limit < wanted:
         notes.append(f"The model's context of {context} tokens leaves room for {limit} new ones, not {wanted}.")
-    known = _rotary_limit(tapped, options)
+    known = tapped.rotary_limit
     if known is not None and prompt + limit > known:
-        other = ", or --query-space post-rope" if isinstance(options.policy, BeaconKV | Full) else ""
+        remedy = (
+            f"give --max-new-tokens at most {known - prompt}" if forced is None and prompt < known else "shorten it"
+        )
         raise BeaconScopeError(
-            f"past {known} tokens this model changes its rotary frequencies, so its pre-RoPE queries are not known; "
-            f"give --max-new-tokens at most {max(known - prompt, 0)}{other}"
+            f"past {known} tokens this model changes its rotary frequencies and starts again without its cache, which "
+            f"cannot be recorded, and the text may reach {prompt + limit}; {remedy}"
         )
     return limit
 
 
-def _rotary_limit(tapped: TappedModel, options: RecordOptions) -> int | None:
-    """Tokens up to which the pre-RoPE queries are known, where they are needed and there is such a limit."""
-    if not options.policy.needs_rotary:
-        return None
-    limits = [info.rotary.limit for info in tapped.layers if info.rotary is not None and info.rotary.limit is not None]
-    return min(limits, default=None)
+def _check_windows(tapped: TappedModel, options: RecordOptions, prompt_lengths: list[int], length: int) -> list[str]:
+    """Refuse a text of ``length`` tokens that could not be recorded or compressed; return what to know of it."""
+    bounded = [info for info in tapped.layers if info.is_bounded(length)]
+    if not bounded:
+        return []
+    name = type(tapped.model).__name__
+    chunked = next((info for info in bounded if info.chunk is not None), None)
+    if chunked is not None:
+        raise BeaconScopeError(
+            f"layer {chunked.layer} of {name} attends in chunks of {chunked.chunk} tokens, which can be recorded only "
+            f"up to the end of the first, and the text may reach {length}; {_shorter(chunked.chunk, prompt_lengths)}"
+        )
+    if not options.policy.evicts:
+        return []
+    if len(bounded) == len(tapped.layers):
+        widest = max(info.window or 0 for info in bounded)
+        raise BeaconScopeError(
+            f"every layer of {name} has a sliding window, the widest of {widest} tokens, and the text may reach "
+            f"{length}, so there is nothing for {options.policy.name} to compress; {_shorter(widest, prompt_lengths)}, "
+            "or --cache full"
+        )
+    return [sliding_note(tapped.layers, length)]
+
+
+def _shorter(length: int | None, prompt_lengths: list[int]) -> str:
+    """Return what keeps prompts and new tokens within ``length``."""
+    room = (length or 0) - max(prompt_lengths)
+    return f"give --max-new-tokens at most {room}" if room > 0 else "shorten the text"

@@ -27,17 +27,21 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from beaconscope.errors import BeaconScopeError, UsageError, no_memory
 from beaconscope.kv.cache import CompressedCache
+from beaconscope.kv.policies import Full
 from beaconscope.models import TappedModel, is_bundled, tap, token_bytes
+from beaconscope.models.finite import explain_not_finite
 from beaconscope.progress import Note, Progress
-from beaconscope.record.encode import count_unknown, encode_completion, encode_prompt
-from beaconscope.record.generate import Generation
+from beaconscope.record.decoding import Decoding
+from beaconscope.record.encode import check_prompts, count_unknown, encode_completion, encode_prompt
+from beaconscope.record.generate import Generation, NotFinite
+from beaconscope.record.generation_config import resolve_decoding
 from beaconscope.record.options import RecordOptions, with_shadow
 from beaconscope.record.plan import Plan, make_plan
 from beaconscope.record.prompts import Prompt
 from beaconscope.record.recorder import Recorder
 from beaconscope.record.traces import find_unfinished, prompt_batches, traces_folder
 from beaconscope.record.vocabulary import end_tokens, kinds_of_tokens, special_ids
-from beaconscope.trace import HeadBlock, Journal, TokenBlock, Trace, journal_path, load_trace
+from beaconscope.trace import HeadBlock, Journal, TokenBlock, Trace, journal_path, load_trace, split_phases
 
 _LIBRARIES = ("torch", "transformers", "numpy", "pyarrow")
 _NAMES = 3
@@ -89,8 +93,10 @@ def record(
     KeyboardInterrupt
         When a second SIGINT arrives before the trace is written; the message says how to recover it.
     """
-    job = _Job(model, tokenizer, options or RecordOptions(), model_id, revision, progress, note)
-    entry = Prompt("prompt", prompt, completion=job.options.completion)
+    options = options or RecordOptions()
+    entry = Prompt("prompt", prompt, completion=options.completion)
+    check_prompts(tokenizer, [entry], options, many=False)
+    job = _Job(model, tokenizer, options, model_id, revision, progress, note)
     job.run([entry], [Path(output)], force)
     return load_trace(Path(output))
 
@@ -130,8 +136,11 @@ def record_prompts(
         raise UsageError(f"batch-size is {batch_size}; give at least 1")
     if options is not None and options.completion is not None:
         raise UsageError("a completion belongs to one prompt; give each prompt its own")
+    options = options or RecordOptions()
     paths, unfinished = find_unfinished(prompts, Path(folder), force=force, note=note)
-    job = _Job(model, tokenizer, options or RecordOptions(), model_id, revision, progress, note, many=True)
+    # All of them now, so that the last one is not refused after hours.
+    check_prompts(tokenizer, unfinished, options)
+    job = _Job(model, tokenizer, options, model_id, revision, progress, note, many=True)
     with traces_folder(Path(folder)):
         for batch in prompt_batches(unfinished, batch_size):
             try:
@@ -172,6 +181,8 @@ class _Job:
         self._tokenizer = tokenizer
         self._model_id = model_id or getattr(model.config, "_name_or_path", "") or type(model).__name__
         self._revision = revision
+        self._decoding, self._decoding_notes = resolve_decoding(model, options.sampling)
+        self._seed_notes = _idle_seed(self.options, self._decoding)
         self._progress = progress or (lambda done, total: None)
         self._note = note or (lambda text: None)
         # Who asked for no notes has to know of it all the same.
@@ -194,26 +205,54 @@ class _Job:
         )
         for line in plan.notes:
             self._say(prompts, line)
+        self._note_once(self._seed_notes)
+        if forced is None:
+            self._note_once(self._decoding_notes)
         try:
             with ExitStack() as stack:
                 journals = [
-                    stack.enter_context(Journal.create(output, plan.layout, self._metadata(text), force=force))
+                    stack.enter_context(
+                        Journal.create(output, plan.layout, self._metadata(text, plan.max_length), force=force)
+                    )
                     for text, output in zip(texts, outputs, strict=True)
                 ]
-                run = _Run(self._tapped, self.options, texts, forced, plan, journals, self._tokenizer, self._progress)
+                run = _Run(
+                    self._tapped,
+                    self.options,
+                    self._decoding,
+                    texts,
+                    forced,
+                    plan,
+                    journals,
+                    self._tokenizer,
+                    self._progress,
+                )
                 interrupted = run.generate()
                 for index, journal in enumerate(journals):
                     journal.finalize(run.closing(index, interrupted))
+        except NotFinite as error:
+            raise BeaconScopeError(self._not_finite(prompts, error, [])) from error
         except KeyboardInterrupt:
             left = _left(outputs)
             if not left:
                 raise
             raise KeyboardInterrupt(f"stopped before the trace was written; {left}") from None
+        except BeaconScopeError as error:
+            left = _left(outputs)
+            # An error of the journal says it already.
+            if not left or "recover" in str(error):
+                raise
+            raise type(error)(f"{error}; {left}") from error
         except (MemoryError, RuntimeError) as error:
             left = _left(outputs)
             if not left or not no_memory(error):
                 raise
             raise BeaconScopeError(f"no memory is left; {left}") from error
+        if run.stopped is not None:
+            cut = [output for output, row in zip(outputs, run.generation.written, strict=True) if not row.done]
+            raise BeaconScopeError(self._not_finite(prompts, run.stopped, cut)) from run.stopped
+        self._note_unopened(texts, run)
+        self._note_not_finite(prompts, run)
         if not interrupted:
             self._note_cache(prompts, run)
         return interrupted
@@ -244,7 +283,30 @@ class _Job:
 
     def _say(self, prompts: Sequence[Prompt], text: str) -> None:
         """Tell what is worth knowing of a batch."""
-        self._note(f"Prompt{'s' if len(prompts) > 1 else ''}{self._named(prompts)}: {text}" if self._many else text)
+        self._note(self._of(prompts, text))
+
+    def _of(self, prompts: Sequence[Prompt], text: str) -> str:
+        """A text about a batch, with the prompts' names where there are many."""
+        return f"Prompt{'s' if len(prompts) > 1 else ''}{self._named(prompts)}: {text}" if self._many else text
+
+    def _note_once(self, notes: list[str]) -> None:
+        """Tell what holds for every batch, and not again."""
+        for text in notes:
+            self._note(text)
+        notes.clear()
+
+    def _note_unopened(self, texts: Sequence[_Text], run: _Run) -> None:
+        """Say when a text closes a thought that nothing opened, so that all of it counts as answer."""
+        think_open, think_close = self.options.think_open, self.options.think_close
+        for text, row in zip(texts, run.generation.written, strict=True):
+            tokens = token_bytes(self._tokenizer, text.ids + row.tokens)
+            phases = split_phases(tokens, len(text.ids), think_open, think_close)
+            if "think" not in phases and think_close.encode() in b"".join(tokens[len(text.ids) :]):
+                self._say(
+                    [text.prompt],
+                    f"The text closes a thought ({think_close}) that nothing opened, so all of it counts as answer; "
+                    f"where the model thinks from the start, let the prompt end with {think_open} (with --raw).",
+                )
 
     def _note_cache(self, prompts: Sequence[Prompt], run: _Run) -> None:
         """Say when nothing was compressed, and what would have changed that."""
@@ -253,13 +315,38 @@ class _Job:
         if policy.capacity is not None and longest < policy.capacity:
             text = f"The cache never filled: {longest} tokens, {policy.capacity} slots. Nothing was compressed"
             most = longest - policy.interval
-            remedy = f"; a --budget of at most {most} would have." if most > policy.protected else "."
+            remedy = f"; a --budget of at most {most} would have." if most >= policy.least_budget else "."
             self._say(prompts, text + remedy)
 
-    def _metadata(self, text: _Text) -> dict[str, Any]:
+    def _not_finite(self, prompts: Sequence[Prompt], error: NotFinite, kept: Sequence[Path]) -> str:
+        """Say that a recording stopped at logits that are not finite, why, and where what came before is."""
+        of_prompt = f" of prompt{self._named([prompts[error.row]])}" if self._many else ""
+        text = f"the model's logits{of_prompt} are not finite {error.place}: "
+        text += explain_not_finite(self._tapped.model, error.ids)
+        if kept:
+            text += f"; what was recorded before is in {' and '.join(map(str, kept))}, marked as cut"
+        return text
+
+    def _note_not_finite(self, prompts: Sequence[Prompt], run: _Run) -> None:
+        """Say when what was recorded of a head is not finite, though the logits are."""
+        if not run.not_finite:
+            return
+        named = [
+            f"layer {layer} head {head} ({count} position{'s' * (count != 1)})"
+            for (layer, head), count in sorted(run.not_finite.items())
+        ]
+        if len(named) > _NAMES:
+            named[_NAMES - 1 :] = [f"{len(named) - _NAMES + 1} more heads"]
+        text = (
+            f"Queries, keys or values are not finite in {' and '.join(named)}, though the logits are; analyze and "
+            "replay leave them out."
+        )
+        self._warn(self._of(prompts, text))
+
+    def _metadata(self, text: _Text, max_length: int) -> dict[str, Any]:
         model = self._tapped.model
         options = self.options
-        rotary, attention = _layer_facts(self._tapped)
+        rotary, attention = _layer_facts(self._tapped, max_length)
         return {
             "model": {
                 "id": self._model_id,
@@ -283,6 +370,7 @@ class _Job:
             "think_close": options.think_close,
             "options": {
                 **{key: value for key, value in dataclasses.asdict(options).items() if key not in ("policy", "shadow")},
+                "decoding": self._decoding.to_dict(),
                 "teacher_forced": text.prompt.completion is not None,
             },
             "policy": {"name": options.policy.name, "params": options.policy.params()},
@@ -295,14 +383,27 @@ class _Job:
         }
 
 
+def _idle_seed(options: RecordOptions, decoding: Decoding) -> list[str]:
+    """A note on a seed that is given and that nothing draws from; none where something does."""
+    seed = options.sampling.seed
+    policy = options.policy.shadow if isinstance(options.policy, Full) else options.policy
+    draws = getattr(policy, "seed", None) == seed and getattr(policy, "selector", "random") == "random"
+    if seed is None or not decoding.greedy or draws:
+        return []
+    return [f"--seed {seed} has no effect: decoding is greedy, and the cache's policy draws no random numbers from it."]
+
+
 def _left(outputs: Sequence[Path]) -> str:
     """What to do with what was recorded, where the traces are not written; nothing where nothing was."""
     left = [f"`beaconscope recover {output}`" for output in outputs if journal_path(output).exists()]
     return f"what was recorded is safe: run {' and '.join(left)}" if left else ""
 
 
-def _layer_facts(tapped: TappedModel) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Rotary embeddings, each kind once, and the further facts of each layer's attention that replay needs."""
+def _layer_facts(tapped: TappedModel, max_length: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the rotary embeddings, each kind once, and the facts of each layer's attention that replay needs.
+
+    A text of at most ``max_length`` tokens says which sliding layers see everything, so that a cache compresses them.
+    """
     kinds: list[dict[str, Any]] = []
     of_layer: dict[str, int | None] = {}
     attention: dict[str, Any] = {}
@@ -316,6 +417,7 @@ def _layer_facts(tapped: TappedModel) -> tuple[dict[str, Any], dict[str, Any]]:
             "softcap": info.softcap,
             "sink_logit": None if info.sink_logit is None else info.sink_logit.float().tolist(),
             "window": info.window,
+            "compressible": not info.is_bounded(max_length),
             "kv_heads": info.kv_heads,
         }
     return {"kinds": kinds, "layers": of_layer}, attention
@@ -328,6 +430,7 @@ class _Run:
         self,
         tapped: TappedModel,
         options: RecordOptions,
+        decoding: Decoding,
         texts: Sequence[_Text],
         forced: list[int] | None,
         plan: Plan,
@@ -341,14 +444,17 @@ class _Run:
         self._journals = journals
         self._tokenizer = tokenizer
         self._progress = progress
+        self._layout = plan.layout
         self._recorder = Recorder(plan.layout, options.sink_positions, options.local_window, self._write_heads)
         kinds = kinds_of_tokens(tapped.model, tokenizer) if options.policy.needs_kinds else None
-        self.cache = CompressedCache(tapped, options.policy, observer=self._recorder, token_kinds=kinds)
+        self.cache = CompressedCache(
+            tapped, options.policy, observer=self._recorder, token_kinds=kinds, max_length=plan.max_length
+        )
         self.generation = Generation(
             tapped.model,
             self.cache,
             [text.ids for text in texts],
-            options.sampling,
+            decoding,
             plan.limits,
             end_tokens(tapped.model, tokenizer),
             forced,
@@ -357,9 +463,19 @@ class _Run:
         self._tokens_written = [0 for _ in texts]
         self._prefill: list[int] = []
         self._seconds = {"prefill": 0.0, "decode": 0.0}
+        self.stopped: NotFinite | None = None
+        """Why it ended early, where logits were not finite."""
+        self.not_finite: dict[tuple[int, int], int] = {}
+        """Positions at which a query, key or value is not finite, by layer and KV head, where there are any."""
 
     def generate(self) -> bool:
-        """Generate and hand everything to the journals; True when it was interrupted."""
+        """Generate and hand everything to the journals; True when it was interrupted.
+
+        Raises
+        ------
+        NotFinite
+            When the logits after a prompt are not finite; nothing was handed over then.
+        """
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
         with _interruptible() as interrupted, torch.inference_mode():
@@ -374,7 +490,11 @@ class _Run:
                 return interrupted.is_set()
 
             if not interrupted.is_set():
-                self.generation.run(settled)
+                try:
+                    self.generation.run(settled)
+                except NotFinite as error:
+                    self.stopped = error
+                    self._settled()
             self._recorder.hand_over(self.generation.lengths)
             self._seconds["decode"] = time.perf_counter() - started
             return interrupted.is_set()
@@ -410,6 +530,13 @@ class _Run:
         self._tokens_written[index] = length
 
     def _write_heads(self, row: int, block: HeadBlock) -> None:
+        parts = [part for part in (block.query, block.key, block.value) if part is not None]
+        if not all(np.isfinite(part).all() for part in parts):
+            finite = [np.isfinite(part).reshape(*part.shape[:2], -1).all(axis=-1) for part in parts]  # [T, H] each
+            missing = (~np.logical_and.reduce(finite)).sum(axis=0).tolist()
+            for head, count in zip(self._layout.of(block.layer).kv_heads, missing, strict=True):
+                if count:
+                    self.not_finite[block.layer, head] = self.not_finite.get((block.layer, head), 0) + count
         self._journals[row].append(block)
 
     def closing(self, index: int, interrupted: bool) -> dict[str, Any]:
@@ -417,11 +544,19 @@ class _Run:
         row = self.generation.written[index]
         tokens = max(len(each.tokens) for each in self.generation.written)
         decode = self._seconds["decode"]
-        cut = interrupted and not row.done
+        cut = (interrupted or self.stopped is not None) and not row.done
+        reason = "interrupted by the user"
+        if self.stopped is not None:
+            other = self._texts[self.stopped.row].prompt.id
+            reason = (
+                str(self.stopped)
+                if index == self.stopped.row
+                else f"the model's logits are not finite in prompt {other}, which ran in the same batch"
+            )
         return {
             "text": self._tokenizer.decode(self._texts[index].ids + row.tokens),
             "whole": not cut,
-            "cut_reason": "interrupted by the user" if cut else None,
+            "cut_reason": reason if cut else None,
             "ended": row.ended,
             "prefill_passes": self._prefill,
             "shared_layers": self.cache.shared_layers,

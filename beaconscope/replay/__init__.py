@@ -1,6 +1,14 @@
 """Replay: what another budget, number of beacons or method would have kept of a trace."""
 
-from beaconscope.replay.grid import default_lists, expand, label, read_grid, split_policies, with_controls
+from beaconscope.replay.grid import (
+    complete_lists,
+    default_lists,
+    expand,
+    label,
+    read_grid,
+    split_policies,
+    with_controls,
+)
 from beaconscope.replay.layer import LayerData, load_layer
 from beaconscope.replay.measure import HeadMeasures, MeasureOptions, measure_head
 from beaconscope.replay.simulate import simulate
@@ -20,6 +28,7 @@ __all__ = [
     "best_few",
     "by_setting",
     "compare",
+    "complete_lists",
     "default_lists",
     "expand",
     "label",

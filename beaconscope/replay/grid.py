@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import tomllib
@@ -11,7 +12,16 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from beaconscope.errors import BeaconScopeError, UsageError
-from beaconscope.kv.policies import BeaconKV, Full, Oracle, Policy, RandomEviction, StreamingLLM, parse_policy
+from beaconscope.kv.policies import (
+    BeaconKV,
+    Full,
+    Oracle,
+    Policy,
+    RandomEviction,
+    StreamingLLM,
+    parse_policy,
+    policy_kind,
+)
 
 _P = TypeVar("_P", bound=Policy)
 
@@ -20,6 +30,12 @@ _MOST_BYTES = 1 << 20
 """Of a grid."""
 _NAMED = 3
 """Settings that a note names."""
+_LEAST_BUDGET = 40
+"""Of the default budgets: with the usual 16 recent entries it leaves something to choose."""
+_CHOICE = 8
+"""Entries that a default budget leaves to choose, at least, beside what the settings protect."""
+_LARGE_BUDGET = 1 << 30
+"""More than any settings protect."""
 RANDOM_SEEDS = 5
 """Seeds of random eviction."""
 RANDOM_QUERY_SEEDS = 3
@@ -45,7 +61,7 @@ def expand(policies: Sequence[str], lists: Mapping[str, Sequence[object]]) -> li
     found: dict[Policy, None] = {}
     for text in policies:
         _, _, given = text.partition(":")
-        kind = type(parse_policy(text))
+        kind = policy_kind(text)
         fixed = {part.partition("=")[0].strip().replace("-", "_") for part in given.split(",") if part.strip()}
         varied = [key for key in lists if key in kind.parameters() and key not in fixed]
         used.update(varied, fixed & set(lists))
@@ -117,15 +133,21 @@ def with_controls(settings: Sequence[Policy]) -> list[Policy]:
             continue
         budget, interval = setting.budget, setting.interval
         beside: list[Policy] = [Oracle(budget=budget, interval=interval)]
-        if budget > StreamingLLM.sinks:
-            beside.append(StreamingLLM(budget=budget))
-        if budget > RandomEviction.recent:
-            beside += [RandomEviction(budget=budget, interval=interval, seed=seed) for seed in range(RANDOM_SEEDS)]
+        beside.append(StreamingLLM(budget=budget, sinks=_protected_by_control(StreamingLLM.sinks, budget)))
+        recent = _protected_by_control(RandomEviction.recent, budget)
+        beside += [
+            RandomEviction(budget=budget, interval=interval, recent=recent, seed=seed) for seed in range(RANDOM_SEEDS)
+        ]
         if isinstance(setting, BeaconKV):
             twin = recent_only(setting)
             beside += [*random_queries(setting), *([] if twin is None else [twin])]
         found.update(dict.fromkeys(beside))
     return list(found)
+
+
+def _protected_by_control(usual: int, budget: int) -> int:
+    """Entries that a control protects: the usual number, or half of a budget that is not larger than that."""
+    return usual if usual < budget else budget // 2
 
 
 def recent_only(setting: BeaconKV) -> BeaconKV | None:
@@ -144,14 +166,17 @@ def random_queries(setting: BeaconKV) -> list[BeaconKV]:
 
 
 def label(policy: Policy) -> str:
-    """A short name: the policy and what differs from its defaults, budget first; seeds are left out."""
-    if isinstance(policy, Full):
-        return policy.name
-    default = type(policy)(budget=policy.budget)
-    parts = [f"budget={policy.budget}"] if "budget" in policy.parameters() else []
-    for name in policy.parameters():
-        if name not in ("budget", "seed") and getattr(policy, name) != getattr(default, name):
-            parts.append(f"{name}={getattr(policy, name)}")
+    """Name a setting: its policy and what differs from the defaults, budget first, as ``parse_policy`` reads it.
+
+    Seeds are left out, so that all seeds of a setting have one name; so are parameters without meaning for the policy
+    and the beacons that run beside a full cache.
+    """
+    known = policy.parameters()
+    parts = [f"budget={policy.budget}"] if "budget" in known else []
+    for field in dataclasses.fields(policy):
+        value = getattr(policy, field.name)
+        if field.name in known and field.name not in ("budget", "seed") and value != field.default:
+            parts.append(f"{field.name}={value}")
     return f"{policy.name}:{','.join(parts)}" if parts else policy.name
 
 
@@ -168,29 +193,77 @@ def split_policies(text: str) -> list[str]:
 
 def never_full(settings: Sequence[Policy], length: int) -> str:
     """Say which settings never fill in traces of at most ``length`` tokens, and so keep everything; nothing if none."""
-    idle = [label(each) for each in settings if each.evicts and each.capacity is not None and each.capacity >= length]
+    idle = [each for each in settings if each.evicts and each.capacity is not None and each.capacity >= length]
     if not idle:
         return ""
-    names = ", ".join(idle[:_NAMED]) + (f" and {len(idle) - _NAMED} more" if len(idle) > _NAMED else "")
+    names = ", ".join(map(label, idle[:_NAMED])) + (f" and {len(idle) - _NAMED} more" if len(idle) > _NAMED else "")
     never = "never fills and keeps" if len(idle) == 1 else "never fill and keep"
-    return f"Within {length} tokens {names} {never} everything; give a smaller --budget or --interval."
+    remedy = (
+        "give a smaller --budget or --interval"
+        if any(_may_fill(each, length) for each in idle)
+        else "the trace is too short for what the policy protects"
+    )
+    return f"Within {length} tokens {names} {never} everything; {remedy}."
 
 
-def default_lists(length: int) -> dict[str, list[object]]:
+def _may_fill(policy: Policy, length: int) -> bool:
+    """Whether a smaller budget or interval makes a policy evict something within ``length`` tokens."""
+    soon = dataclasses.replace(policy, interval=1, budget=max(policy.budget, _LARGE_BUDGET))
+    return soon.least_budget + 1 < length
+
+
+def default_lists(length: int, least: int = 1) -> dict[str, list[object]]:
     """Budgets and intervals that say something of a trace of ``length`` tokens.
 
     Budgets are a sixteenth, an eighth and a quarter of it, rounded down to a multiple of 128, or of 8 where that is
-    less than 128, and at least 40, with which the usual 16 recent entries leave something to choose. Those that come
-    out the same are one.
+    less than 128. They are at least 40, with which the usual 16 recent entries leave something to choose, and at least
+    the multiple of 8 that holds 7 entries more than ``least``, the smallest budget that the settings allow. Those that
+    come out the same are one.
     """
+    lowest = max(_LEAST_BUDGET, -(-(least - 1 + _CHOICE) // 8) * 8)
     budgets: list[object] = []
     for part in (16, 8, 4):
         size = length // part
-        size = max(40, size // 128 * 128 if size >= 128 else size // 8 * 8)
+        size = max(lowest, size // 128 * 128 if size >= 128 else size // 8 * 8)
         if size not in budgets:
             budgets.append(size)
     # In a short trace the usual interval of 128 would let a small cache hold nearly everything.
     return {"budget": budgets} if length >= 2048 else {"budget": budgets, "interval": [max(4, length // 64)]}
+
+
+def complete_lists(
+    policies: Sequence[str], lists: Mapping[str, Sequence[object]], length: int
+) -> dict[str, Sequence[object]]:
+    """The lists of a sweep, with the defaults of :func:`default_lists` where they give no budget.
+
+    Parameters
+    ----------
+    policies, lists
+        As :func:`expand` takes them.
+    length
+        Tokens of the shortest trace.
+
+    Returns
+    -------
+    dict
+        Budgets are such that every policy allows every one of them. A default that no policy has is left out.
+
+    Raises
+    ------
+    UsageError
+        As :func:`expand`.
+    """
+    if "budget" in lists:
+        return dict(lists)
+    known = {parameter for text in policies for parameter in policy_kind(text).parameters()}
+
+    def completed(defaults: Mapping[str, Sequence[object]]) -> dict[str, Sequence[object]]:
+        return {**{name: values for name, values in defaults.items() if name in known}, **lists}
+
+    # What a policy protects may depend on the interval.
+    large = completed({**default_lists(length), "budget": [_LARGE_BUDGET]})
+    least = max((each.least_budget for each in expand(policies, large) if "budget" in each.parameters()), default=1)
+    return completed(default_lists(length, least))
 
 
 def _listed(value: Any) -> list[Any]:

@@ -16,7 +16,7 @@ from beaconscope.kv.entries import pick_entries
 from beaconscope.kv.heads import HeadInfo
 from beaconscope.kv.kinds import token_kinds
 from beaconscope.kv.rotary import Rotary
-from beaconscope.kv.step import AttentionStep
+from beaconscope.kv.step import AttentionStep, all_usable, usable
 from beaconscope.trace import Trace
 from beaconscope.trace.facts import attention_of, prefill_passes, rotary_of
 
@@ -40,6 +40,9 @@ class LayerData:
     shared: bool = False
     """The heads share one stored entry (latent attention), so they have to keep the same set."""
     kinds: Tensor | None = None  # uint8 [1, T], a TokenKind each
+    finite: tuple[int, ...] = ()
+    """Positions of each head before its first query, key or value that is not finite; empty where all are finite.
+    From there on the vectors that are not finite are zeros, and nothing that follows from them may be reported."""
 
     @property
     def length(self) -> int:
@@ -50,6 +53,16 @@ class LayerData:
     def prompt_length(self) -> int:
         """Tokens of the prompt; decoding begins at this position."""
         return sum(self.passes)
+
+    def known_until(self, head: int | None = None) -> int:
+        """The position from which on it is not known what a cache would keep, of a head by its index or of any head.
+
+        It is that of the first vector that is not finite: a policy that sees it decides by numbers that nobody has.
+        Where heads share one entry, they decide together.
+        """
+        if not self.finite:
+            return self.length
+        return min(self.finite) if self.shared or head is None else self.finite[head]
 
     @cached_property
     def unit_key(self) -> Tensor:
@@ -95,6 +108,7 @@ class LayerData:
             key=self.key[:, one],
             value=None if self.value is None else self.value[:, one],
             sink_logit=None if self.sink_logit is None else self.sink_logit[one],
+            finite=self.finite[one],
         )
 
     def step(self, start: int, stop: int, held: Tensor, *, padded: bool = False) -> AttentionStep:
@@ -175,13 +189,21 @@ def load_layer(
         return torch.from_numpy(np.stack(arrays)).to(device).float().unsqueeze(0)
 
     query = stacked([head.query.transpose(1, 0, 2) for head in read])  # [1, H, G, T, D]
+    key = stacked([head.key for head in read])
     recorded = [head.value for head in read if head.value is not None]
+    value = stacked(recorded) if values and len(recorded) == len(heads) else None
+    finite: tuple[int, ...] = ()
+    if not all(all_usable(each) for each in (query, key, value) if each is not None):
+        finite = _finite_positions(query, key, value)
+        query, key = _zeroed(query), _zeroed(key)
+        value = None if value is None else _zeroed(value)
     return LayerData(
         layer=layer,
         kv_heads=heads,
         query=query,
-        key=stacked([head.key for head in read]),
-        value=stacked(recorded) if values and len(recorded) == len(heads) else None,
+        key=key,
+        value=value,
+        finite=finite,
         rotary=Rotary.none(query.shape[-1]) if turned is None else Rotary.from_dict(turned),
         scaling=float(scaling),
         softcap=softcap,
@@ -191,6 +213,19 @@ def load_layer(
         shared=layer in trace.metadata.get("shared_layers", ()),
         kinds=_kinds(trace, device),
     )
+
+
+def _finite_positions(query: Tensor, key: Tensor, value: Tensor | None) -> tuple[int, ...]:
+    """Positions of each head before the first at which a query, the key or the value is not usable."""
+    there = usable(query).all(dim=2) & usable(key)  # [1, H, T]
+    if value is not None:
+        there &= usable(value)
+    return tuple(there[0].long().cumprod(dim=1).sum(dim=1).tolist())
+
+
+def _zeroed(vectors: Tensor) -> Tensor:
+    """The vectors with zeros in place of those that are not usable."""
+    return vectors.where(usable(vectors).unsqueeze(-1), 0)
 
 
 def _kinds(trace: Trace, device: str) -> Tensor | None:

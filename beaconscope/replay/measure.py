@@ -74,7 +74,10 @@ class MeasureOptions:
 
 @dataclass(frozen=True)
 class HeadMeasures:
-    """Of one KV head and C settings, for each of Q decoding queries: means over its query heads, NaN for none."""
+    """Of one KV head and C settings, for each of Q decoding queries: means over its query heads.
+
+    NaN stands for what was not measured: all of a query whose attention, or what was kept for it, is not known.
+    """
 
     positions: npt.NDArray[np.int64]  # [Q]
     mass: npt.NDArray[np.float32]  # [C, Q], share of the query's attention that went to what was kept, 0 to 1
@@ -86,7 +89,12 @@ class HeadMeasures:
 
 
 def measure_head(
-    data: LayerData, head: int, kept: Sequence[Kept], options: MeasureOptions, revisits: npt.NDArray[np.bool_]
+    data: LayerData,
+    head: int,
+    kept: Sequence[Kept],
+    options: MeasureOptions,
+    revisits: npt.NDArray[np.bool_],
+    until: int | None = None,
 ) -> HeadMeasures:
     """Measure settings on one KV head.
 
@@ -102,6 +110,9 @@ def measure_head(
         What to measure.
     revisits
         [T], True for the positions that are TRTs; their output error is always measured.
+    until
+        The position from which on queries are not measured; None for that of the head's first vector that is not
+        finite.
     """
     settings = _Settings(data, head, kept)
     first, length = data.prompt_length, data.length
@@ -109,7 +120,8 @@ def measure_head(
     every = max(1, (length - first) // _SAMPLED) if options.output_every is None else options.output_every
     attention = _Attention(data, head)
     parts: list[tuple[Tensor, ...]] = []
-    for start, stop in _blocks(first, length, data.query.shape[2], kept):
+    until = data.known_until(head) if until is None else min(until, data.known_until(head))
+    for start, stop in _blocks(first, until, data.query.shape[2], kept):
         block = attention.block(start, stop)
         gone = settings.at(start, stop)
         hit_rate, regrets, delay = _hits(*block.top(options.hits), gone, options)
@@ -118,11 +130,12 @@ def measure_head(
             for query in _chosen(start, stop, first, revisits, every):
                 error[query] = _output_error(block.of(query, start + query + 1), gone, query, value)
         parts.append((_mass(block, gone), hit_rate, error, regrets, delay))
-    if not parts:
-        empty = np.zeros((len(kept), 0), np.float32)
-        return HeadMeasures(np.zeros(0, np.int64), empty, empty, empty, empty, empty)
-    joined = [torch.cat(part).T.contiguous().cpu().numpy().astype(np.float32) for part in zip(*parts, strict=True)]
-    return HeadMeasures(np.arange(first, length), *joined)
+    count = length - first
+    found = np.full((5, len(kept), count), np.nan, np.float32)
+    if parts:
+        measured = [torch.cat(part).T.contiguous().cpu().numpy() for part in zip(*parts, strict=True)]
+        found[:, :, : until - first] = measured
+    return HeadMeasures(np.arange(first, length), *found)
 
 
 def _blocks(first: int, length: int, group: int, kept: Sequence[Kept]) -> Iterator[tuple[int, int]]:

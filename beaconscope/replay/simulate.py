@@ -100,7 +100,7 @@ class _Entries(CacheView):
 
 
 def simulate(policies: Sequence[Policy], data: LayerData) -> list[Kept]:
-    """What each policy would have kept of a layer.
+    """What each policy would have kept of a layer; of a head from :meth:`~.layer.LayerData.known_until` on unknown.
 
     Raises
     ------
@@ -280,9 +280,15 @@ def _foresee(oracles: Sequence[Oracle], data: LayerData) -> list[Intervals]:
 def _received(data: LayerData, start: int, stop: int) -> Tensor:
     """Attention that the queries at ``start`` to ``stop`` give to every position before ``stop``, [1, H, stop]."""
     received = torch.zeros((1, len(data.kv_heads), stop), device=data.query.device)
-    for _, weight in data.everything(start, stop).blocks():
+    for first, weight in data.everything(start, stop).blocks():
         if data.sink_logit is not None:
             weight = weight / weight.sum(dim=-1, keepdim=True)  # a learned sink's share is no entry's
+        if data.finite:
+            # The oracle is the upper bound of what is measured, so it foresees the queries that are.
+            position = start + first + torch.arange(weight.shape[3], device=weight.device)
+            until = [data.known_until(head) for head in range(len(data.kv_heads))]
+            known = position < torch.tensor(until, device=weight.device)[:, None]  # [H, t]
+            weight = weight * known[None, :, None, :, None]
         received += weight.sum(dim=(2, 3))
     return received
 

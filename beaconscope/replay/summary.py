@@ -21,12 +21,14 @@ from beaconscope.units import in_bytes
 
 _HEAD = ["trace", "layer", "kv_head"]
 _DRAWS = 2000
+_NAMED = 6
+"""KV heads that a sentence names."""
 _NEAR = 0.01
 """Retained mass within this of the best is as good."""
 
 MEANS = (
     "mass", "mass_trt", "hit_rate", "hit_rate_trt", "output_error", "output_error_trt", "regrets", "regrets_trt",
-    "regret_delay", "entries", "entries_peak", "compressions", "seconds",
+    "regret_delay", "entries", "entries_peak", "evicted", "compressions", "seconds",
 )  # fmt: skip
 
 
@@ -59,6 +61,9 @@ class Answer:
     """The BeaconKV setting that was compared."""
     differences: dict[str, Difference]
     """By control: ``recent only``, ``random queries``, ``random eviction``."""
+    missing: list[dict[str, Any]]
+    """KV heads of which some decoding queries were not measured, as the recording is not finite there: ``trace``,
+    ``layer``, ``kv_head``, ``queries`` (measured) and ``missing``."""
 
 
 def ranked_by(frame: pd.DataFrame) -> str:
@@ -78,10 +83,11 @@ def by_setting(frame: pd.DataFrame) -> pd.DataFrame:
     -------
     DataFrame
         ``setting``, ``policy``, ``budget`` (NaN where it has none), ``interval``, ``params``, ``live``, ``seeds``; the
-        means over heads and seeds of all measures; ``kv_bytes``, the sum over heads; ``spread``, the standard deviation
-        over seeds of the ranked figure; ``to_oracle`` and ``over_random``, how far the ranked figure is below the
-        oracle's and above random eviction's at the same budget and interval (or the nearest interval that was run);
-        ``pareto``, whether no setting that works live has as much for less memory.
+        means over heads and seeds of all measures; ``kv_bytes``, ``queries`` and ``missing`` (decoding queries measured
+        and not), sums over heads; ``spread``, the standard deviation over seeds of the ranked figure; ``to_oracle`` and
+        ``over_random``, how far the ranked figure is below the oracle's and above random eviction's at the same budget
+        and interval (or the nearest interval that was run); ``pareto``, whether no setting that works live has as much
+        for less memory.
     """
     figure = ranked_by(frame)
     groups = frame.groupby("setting", sort=False)
@@ -90,7 +96,11 @@ def by_setting(frame: pd.DataFrame) -> pd.DataFrame:
     # Heads first: a trace with many heads would weigh no more for having more seeds.
     for name in MEANS:
         table[name] = groups[name].mean()
-    table["kv_bytes"] = groups["kv_bytes"].sum() / table["seeds"]
+    for name in ("kv_bytes", "queries", "missing"):
+        table[name] = groups[name].sum() / table["seeds"]
+    # A sum without the head whose memory is not known would be too small.
+    unknown = frame["kv_bytes"].isna().groupby(frame["setting"], sort=False).any()
+    table["kv_bytes"] = table["kv_bytes"].where(~unknown)
     per_seed = frame.groupby(["setting", frame["seed"].fillna(0)], sort=False)[figure].mean()
     table["spread"] = per_seed.groupby(level=0).std()
     table = table.reset_index()
@@ -117,7 +127,8 @@ def _pareto(table: pd.DataFrame, figure: str) -> list[bool]:
     for _, row in table.iterrows():
         no_worse = (live["kv_bytes"] <= row["kv_bytes"]) & (live[figure] >= row[figure])
         better = (live["kv_bytes"] < row["kv_bytes"]) | (live[figure] > row[figure])
-        found.append(bool(row["live"]) and not (no_worse & better).any())
+        known = pd.notna(row["kv_bytes"]) and pd.notna(row[figure])
+        found.append(bool(row["live"]) and known and not (no_worse & better).any())
     return found
 
 
@@ -174,9 +185,13 @@ def answer(frame: pd.DataFrame, settings: list[Policy]) -> Answer:
         else "all attention (no revisiting token is known)"
     )
     asked = table.loc[[name for name in dict.fromkeys(map(label, settings)) if name in table.index]]
-    usable = asked[asked["live"] & (asked["policy"] != "full")]
+    usable = asked[asked["live"] & (asked["policy"] != "full") & asked[figure].notna()]
     sentences = []
     best = None
+    if not usable.empty and not usable["evicted"].any():
+        sentences.append("None of these settings evicted anything, so all of them do what a full cache does.")
+    # What loses nothing because it never had to choose says nothing of how it chooses.
+    usable = usable[usable["evicted"] > 0]
     if not usable.empty:
         good = usable[usable[figure] >= usable[figure].max() - _NEAR]
         best = str(good.sort_values(["kv_bytes", figure], ascending=[True, False], kind="stable").index[0])
@@ -188,7 +203,7 @@ def answer(frame: pd.DataFrame, settings: list[Policy]) -> Answer:
             sentence += f"; at its budget an oracle would keep {100 * row['to_oracle']:.1f} points more"
         sentences.append(sentence + ".")
     beacons = [each for each in settings if isinstance(each, BeaconKV) and each.beacons and each.selector != "none"]
-    beacons = [each for each in beacons if label(each) in table.index]
+    beacons = [each for each in beacons if label(each) in table.index and table.loc[label(each), "evicted"] > 0]
     chosen: str | None = None
     differences: dict[str, Difference] = {}
     if beacons:
@@ -198,18 +213,38 @@ def answer(frame: pd.DataFrame, settings: list[Policy]) -> Answer:
         chosen = label(setting)
         differences = _controls(frame, setting, table, figure)
         sentences.append(_beacons_in_words(chosen, differences))
-    heads = frame[_HEAD].drop_duplicates()
+    heads = frame.loc[frame["queries"] > 0, _HEAD].drop_duplicates()
     sentences.append(
         f"Measured on {len(heads)} KV heads of {heads['trace'].nunique()} trace{'s' * (heads['trace'].nunique() > 1)}; "
         "a replay is teacher-forced: its queries are those of the recording."
     )
-    return Answer(" ".join(sentences), figure, best, chosen, differences)
+    every = frame.drop_duplicates(_HEAD)
+    missing = every.loc[every["missing"] > 0, [*_HEAD, "queries", "missing"]]
+    gaps = json.loads(missing.to_json(orient="records"))
+    if gaps:
+        sentences.append(_missing_in_words(gaps, len(every)))
+    return Answer(" ".join(sentences), figure, best, chosen, differences, gaps)
+
+
+def _missing_in_words(gaps: Sequence[Mapping[str, Any]], heads: int) -> str:
+    several = len({gap["trace"] for gap in gaps}) > 1
+    named = [
+        (f"{gap['trace']} " if several else "")
+        + f"layer {gap['layer']} head {gap['kv_head']} ({gap['missing']} of {gap['queries'] + gap['missing']} queries)"
+        for gap in gaps[:_NAMED]
+    ]
+    more = f" and {len(gaps) - _NAMED} more" if len(gaps) > _NAMED else ""
+    return (
+        f"Left out, because recorded queries, keys or values are not finite from there on, in {len(gaps)} of {heads} "
+        f"KV heads: {', '.join(named)}{more}."
+    )
 
 
 def best_few(table: pd.DataFrame, answer: Answer, settings: list[Policy], count: int) -> list[Policy]:
     """Up to ``count`` settings that are worth a run with the model, of those that the user asked for.
 
-    First the answer's best, then the best of each budget, largest first, then whatever is best.
+    First the answer's best, then the best of each budget, largest first, then whatever is best; those that evicted
+    nothing of the recorded text come last.
 
     Parameters
     ----------
@@ -224,9 +259,10 @@ def best_few(table: pd.DataFrame, answer: Answer, settings: list[Policy], count:
     """
     known = {label(each): each for each in reversed(settings) if each.live and each.evicts}
     ranked = table[table["setting"].isin(list(known))].sort_values(answer.figure, ascending=False, kind="stable")
-    of_budgets = ranked.drop_duplicates("budget").sort_values("budget", ascending=False, kind="stable")
+    evicting = ranked[ranked["evicted"] > 0]
+    of_budgets = evicting.drop_duplicates("budget").sort_values("budget", ascending=False, kind="stable")
     first = [] if answer.best is None else [answer.best]
-    names = dict.fromkeys([*first, *of_budgets["setting"], *ranked["setting"]])
+    names = dict.fromkeys([*first, *of_budgets["setting"], *evicting["setting"], *ranked["setting"]])
     return [known[name] for name in names if name in known][:count]
 
 
@@ -284,10 +320,11 @@ def to_dict(table: pd.DataFrame, answer: Answer, live: Sequence[Mapping[str, Any
         row["params"] = json.loads(row["params"])
     return ({} if live is None else {"live": list(live)}) | {
         "schema": "beaconscope.replay",
-        "schema_version": "1.0",
+        "schema_version": "1.1",
         "teacher_forced": True,
         "ranked_by": answer.figure,
         "settings": rows,
+        "missing": answer.missing,
         "answer": {
             "text": answer.text,
             "best": answer.best,

@@ -100,8 +100,8 @@ def make_jobs(
     options
         How to measure.
     heads
-        (layer, KV head) to measure; None for all that are recorded. Layers with a sliding window are left out, since
-        no cache compresses them.
+        (layer, KV head) to measure; None for all that are recorded. Layers with a sliding window that is shorter than
+        the text could get are left out, since no cache compresses them.
     per_token
         Keep the measures of every query.
     device
@@ -114,7 +114,7 @@ def make_jobs(
     """
     layers: dict[int, list[int]] = {}
     for layer, head in trace.heads if heads is None else heads:
-        if (attention_of(trace, layer) or {}).get("window") is None:
+        if (attention_of(trace, layer) or {}).get("compressible", True):
             layers.setdefault(layer, []).append(head)
     if not layers:
         raise BeaconScopeError(
@@ -155,15 +155,18 @@ def run_job(job: Job) -> Found:
     revisits[list(job.revisits)] = True
     rows: list[dict[str, Any]] = []
     tokens: list[pd.DataFrame] = []
+    together = any(policy.one_set for policy in job.settings)
     for head in job.kv_heads:
         number = data.kv_heads.index(head)
-        measured = measure_head(data, number, kept, job.options, revisits)
+        # All settings are measured on the same queries, so that their means compare.
+        until = data.known_until(None if together else number)
+        measured = measure_head(data, number, kept, job.options, revisits, until)
         for setting, policy in enumerate(job.settings):
             row = {"trace": str(job.path), "layer": job.layer, "kv_head": head, **_describe(policy)}
             rows.append(
                 row
                 | _means(measured, setting, revisits)
-                | _memory(kept[setting], number, data, trace)
+                | _memory(kept[setting], number, data, until if policy.ragged else data.length, trace)
                 | {"compressions": len(kept[setting].fired), "seconds": seconds[setting]}
             )
             if job.per_token:
@@ -185,9 +188,14 @@ def _describe(policy: Policy) -> dict[str, Any]:
 
 
 def _means(measured: HeadMeasures, setting: int, revisits: np.ndarray) -> dict[str, Any]:
-    """Means over all decoding queries and over those that are TRTs; NaN where there are none."""
+    """Means over the decoding queries that were measured and over those of them that are TRTs; NaN for none."""
     of_trt = revisits[measured.positions]
-    found: dict[str, Any] = {"queries": len(of_trt), "trts": int(of_trt.sum())}
+    there = ~np.isnan(measured.mass[setting])
+    found: dict[str, Any] = {
+        "queries": int(there.sum()),
+        "missing": int((~there).sum()),
+        "trts": int((of_trt & there).sum()),
+    }
     for name in ("mass", "hit_rate", "output_error", "regrets", "regret_delay"):
         values = getattr(measured, name)[setting].astype(np.float64)
         found[name] = _mean(values)
@@ -202,9 +210,11 @@ def _mean(values: np.ndarray) -> float:
     return float(there.mean()) if len(there) else float("nan")
 
 
-def _memory(kept: Kept, head: int, data: LayerData, trace: Trace) -> dict[str, Any]:
-    """Entries that a decoding query found, and the bytes of the most of them in the model's own type."""
-    sizes = kept.sizes(head)[data.prompt_length :]
+def _memory(kept: Kept, head: int, data: LayerData, until: int, trace: Trace) -> dict[str, Any]:
+    """Entries that a decoding query before ``until`` found, and what the most of them take in the model's own type."""
+    sizes = kept.sizes(head)[data.prompt_length : until]
+    if not len(sizes):
+        return dict.fromkeys(("entries", "entries_peak", "evicted", "kv_bytes"), float("nan"))
     dtype = str(trace.metadata.get("model", {}).get("dtype", "float32"))
     width = data.key.shape[-1] + (data.key if data.value is None else data.value).shape[-1]
     kind = getattr(torch, dtype, None)
@@ -212,6 +222,7 @@ def _memory(kept: Kept, head: int, data: LayerData, trace: Trace) -> dict[str, A
     return {
         "entries": float(sizes.mean()),
         "entries_peak": int(sizes.max()),
+        "evicted": int(data.prompt_length + len(sizes) - sizes[-1]),
         "kv_bytes": int(sizes.max()) * entry,
     }
 
@@ -354,7 +365,15 @@ def sweep(
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"stopped with {len(done)} of {len(names)} layers replayed{kept}") from None
     ordered = [done[name] for name in names]
-    return Found(*(pd.concat([getattr(each, kind) for each in ordered], ignore_index=True) for kind in _KINDS))
+    found = Found(*(pd.concat([getattr(each, kind) for each in ordered], ignore_index=True) for kind in _KINDS))
+    if not found.settings["queries"].any():
+        if parts is not None:
+            Parts(parts).remove()
+        raise BeaconScopeError(
+            "no decoding query can be measured: the queries, keys or values of these heads are not finite from the "
+            "prompt on; record again, with --dtype bfloat16 where the model ran in float16"
+        )
+    return found
 
 
 _KINDS = ("settings", "tokens")

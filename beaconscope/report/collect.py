@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from beaconscope.files import valid_unicode
 from beaconscope.progress import Progress
 from beaconscope.report.beacons import BeaconTrack, beacon_track, cluster_curves
 from beaconscope.report.command import recording_command
@@ -129,7 +130,7 @@ def collect(
         left_out.append("values, which were not recorded; nothing here needs them")
     rows = {row_name(row): row for row in findings.result["heads"]}
     about = {
-        "name": "redacted" if options.redact else trace.path.name,
+        "name": "redacted" if options.redact else valid_unicode(trace.path.name),
         "trace": _trace_facts(trace, options.redact),
         "summary": {key: value for key, value in summary.items() if key != "trace"},
         "options": findings.result["options"],

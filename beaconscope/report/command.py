@@ -6,6 +6,7 @@ the names of the files that the texts came from: those are for the reader to fil
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -32,13 +33,23 @@ OPTIONS: Mapping[str, tuple[str, Any]] = {
 }
 """Of a trace, the flag of `record` that sets each, and its default."""
 SAMPLING: Mapping[str, tuple[str, Any]] = {
-    "temperature": ("--temperature", 0.0),
-    "top_k": ("--top-k", 0),
-    "top_p": ("--top-p", 1.0),
-    "min_p": ("--min-p", 0.0),
-    "repetition_penalty": ("--repetition-penalty", 1.0),
-    "seed": ("--seed", 0),
+    "temperature": ("--temperature", None),
+    "top_k": ("--top-k", None),
+    "top_p": ("--top-p", None),
+    "min_p": ("--min-p", None),
+    "repetition_penalty": ("--repetition-penalty", None),
+    "seed": ("--seed", None),
+    "model_sampling": ("--model-sampling", False),
 }
+_OLD_DEFAULTS: Mapping[str, Any] = {
+    "temperature": 0.0,
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "seed": 0,
+}
+"""Defaults of the same settings in traces of version 0.1."""
 _TEXTS = ("system", "think_open", "think_close")
 
 
@@ -54,7 +65,7 @@ def recording_command(trace: Trace, redact: bool) -> str:
     """
     options, policy = trace.options, trace.policy
     model = trace.metadata.get("model", {})
-    sampling = options.get("sampling") or {}
+    sampling = _given(options)
     said = ["beaconscope", "record", "--model", "MODEL" if redact else (trace.model_id or "MODEL")]
     if model.get("revision"):
         said += ["--revision", "REVISION" if redact else str(model["revision"])]
@@ -71,10 +82,23 @@ def recording_command(trace: Trace, redact: bool) -> str:
             said += ["--completion", "COMPLETION_FILE"]
     said += _policy(policy, sampling)
     said += _not_default(sampling, SAMPLING)
+    for name, value in (options.get("template_options") or {}).items():
+        said += ["--template-option", f"{name}={'VALUE' if redact else json.dumps(value)}"]
     said += _not_default(
         {**options, **({key: "TEXT" for key in _TEXTS if options.get(key)} if redact else {})}, OPTIONS
     )
     return shlex.join(said)
+
+
+def _given(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of sampling that the recording was given; an older trace has a value for each."""
+    sampling = dict(options.get("sampling") or {})
+    if "model_sampling" in sampling:
+        return sampling
+    given = {key: value for key, value in sampling.items() if value != _OLD_DEFAULTS.get(key)}
+    # Greedy decoding had no use for the others, nor has a text that is given.
+    drawn = bool(given.get("temperature")) and not options.get("teacher_forced")
+    return {key: value for key, value in given.items() if drawn or key == "seed"}
 
 
 def _policy(policy: Mapping[str, Any], sampling: Mapping[str, Any]) -> Iterator[str]:
@@ -93,7 +117,7 @@ def _policy(policy: Mapping[str, Any], sampling: Mapping[str, Any]) -> Iterator[
     # cannot be.
     seed = params.get("seed")
     other.pop("seed", None)
-    if seed is not None and seed != sampling.get("seed", 0) and not full:
+    if seed is not None and seed != (sampling.get("seed") or 0) and not full:
         other["seed"] = seed
     if name == "beacon" and "seed" not in other:
         for key, value in other.items():

@@ -315,11 +315,15 @@ def _tradeoff(replay: dict[str, Any] | None) -> Drawing | None:
     if replay is None:
         return None
     figure = str(replay["ranked_by"])
-    rows = [row for row in replay["settings"] if row["policy"] != "full" and row.get(figure) is not None]
+    rows = [
+        row
+        for row in replay["settings"]
+        if row["policy"] != "full" and row.get(figure) is not None and row.get("kv_bytes") is not None
+    ]
     if not rows:
         return None
     left, right, top, bottom = 66.0, 520.0, 14.0, 330.0
-    drawing = Drawing(_WIDTH, 400)
+    drawing = Drawing(_WIDTH, 414 if replay.get("missing") else 400)
     low, high = min(row["kv_bytes"] for row in rows), max(row["kv_bytes"] for row in rows)
     span = math.log(high / low) or 1.0
 
@@ -362,6 +366,9 @@ def _tradeoff(replay: dict[str, Any] | None) -> Drawing | None:
     drawing.text(
         left, bottom + 52, "Teacher-forced: the queries are those of the recording. Bars: standard deviation.", size=9
     )
+    if replay.get("missing"):
+        said = f"Queries of {len(replay['missing'])} KV heads are left out, because the recording is not finite there."
+        drawing.text(left, bottom + 66, said, size=9)
     return drawing
 
 

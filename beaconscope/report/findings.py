@@ -45,7 +45,8 @@ def load_findings(path: Path, trace: Trace) -> Findings:
 
     remedy = f"give a file that `beaconscope analyze {trace.path} -o FILE` wrote"
     try:
-        table = pq.read_table(path)
+        with path.open("rb") as file:
+            table = pq.read_table(file)
         result = json.loads((table.schema.metadata or {})[_KEY])
         version = str(result["schema_version"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError, pa.ArrowException) as error:

@@ -22,7 +22,8 @@ def load_replay(path: Path) -> dict[str, Any]:
 
     remedy = "give a file that `beaconscope replay TRACE -o FILE` wrote"
     try:
-        metadata = pq.read_schema(path).metadata or {}
+        with path.open("rb") as file:
+            metadata = pq.read_schema(file).metadata or {}
         found: dict[str, Any] = json.loads(metadata[b"beaconscope.replay"])
         settings = found["settings"]
         version = str(found["schema_version"])
@@ -46,6 +47,8 @@ def _is_setting(row: Any, figure: str) -> bool:
         and isinstance(row.get("params"), dict | None)
         and isinstance(row.get(figure), int | float | None)
         and isinstance(row.get("spread"), int | float | None)
-        and isinstance(row.get("kv_bytes"), int | float)
-        and 0 < row["kv_bytes"] < 1e18
+        and (
+            # It is not known what a head kept of which nothing could be measured.
+            row.get("kv_bytes") is None or (isinstance(row["kv_bytes"], int | float) and 0 < row["kv_bytes"] < 1e18)
+        )
     )

@@ -9,6 +9,7 @@ from typing import Any
 
 from beaconscope import __version__
 from beaconscope.errors import BeaconScopeError
+from beaconscope.files import valid_unicode
 from beaconscope.progress import Progress
 from beaconscope.report.collect import Collected, collect
 from beaconscope.report.findings import Findings
@@ -74,7 +75,7 @@ def build_report(
         )
         done += len(subject.trace.heads)
     title = options.title or " and ".join(
-        "a redacted trace" if options.redact else subject.trace.path.name for subject in subjects
+        "a redacted trace" if options.redact else valid_unicode(subject.trace.path.name) for subject in subjects
     )
     about = {
         "version": __version__,

@@ -19,7 +19,7 @@ def attention_of(trace: Trace, layer: int) -> Mapping[str, Any] | None:
     Returns
     -------
     mapping or None
-        ``scaling``, ``softcap``, ``sink_logit`` and ``window``, as ``docs/trace-format.md`` has them.
+        ``scaling``, ``softcap``, ``sink_logit``, ``window`` and ``compressible``, as ``docs/trace-format.md`` has them.
 
     Raises
     ------
@@ -36,10 +36,12 @@ def attention_of(trace: Trace, layer: int) -> Mapping[str, Any] | None:
         and {"softcap", "sink_logit", "window"} <= facts.keys()
         and (facts["softcap"] is None or (is_number(facts["softcap"]) and facts["softcap"] > 0))
         and (facts["window"] is None or _is_whole(facts["window"], 1, _FAR))
+        and isinstance(facts.get("compressible", True), bool)
         and (facts["sink_logit"] is None or _are_logits(facts["sink_logit"], max(shape.kv_heads) + 1, shape.group_size))
     ):
         raise BeaconScopeError(f"{trace.path} does not say how layer {layer} attends; record it again")
-    return facts
+    # Recordings of version 0.1 compressed every layer without a window and no other.
+    return {"compressible": facts["window"] is None, **facts}
 
 
 def rotary_of(trace: Trace, layer: int) -> dict[str, Any] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,7 +111,7 @@ def _write(found: Recovered, path: Path, layout: TraceLayout, metadata: Mapping[
     done = 0
     # A file of our own, because the writer forgets to close its own where the disk refuses the footer.
     with (
-        pa.OSFile(str(path), "wb") as file,
+        pa.OSFile(os.fsencode(path), "wb") as file,
         pq.ParquetWriter(
             file,
             schema.with_metadata({METADATA_KEY: dump_metadata(described)}),

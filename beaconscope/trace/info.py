@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from beaconscope.files import valid_unicode
 from beaconscope.trace.reader import Trace
 from beaconscope.trace.size import vector_bytes
 
@@ -14,7 +15,7 @@ def summarize(trace: Trace) -> dict[str, Any]:
     phases = trace.tokens["phase"].value_counts()
     model = metadata.get("model", {})
     return {
-        "path": str(trace.path),
+        "path": valid_unicode(trace.path),
         "format_version": metadata["format_version"],
         "created": metadata.get("created"),
         "whole": trace.whole,

@@ -12,6 +12,7 @@ from typing import Any, TypedDict, get_args, get_origin, get_type_hints
 import numpy as np
 
 from beaconscope.errors import BeaconScopeError
+from beaconscope.files import valid_unicode
 from beaconscope.trace.schema import FORMAT_VERSION, LayerLayout, TraceLayout
 
 METADATA_KEY = b"beaconscope"
@@ -102,23 +103,26 @@ def plain(value: Any) -> Any:
     """Reduce a value to what JSON can say.
 
     A recording of hours must not fail at its end over its metadata, so nothing is refused: numbers that are not finite
-    become null, sets and tuples lists, and what JSON does not know becomes its text.
+    become null, sets and tuples lists, lone surrogates the characters that their bytes are, and what JSON does not know
+    becomes its text.
     """
-    if value is None or isinstance(value, bool | int | str):
+    if value is None or isinstance(value, bool | int):
         return value
+    if isinstance(value, str):
+        return valid_unicode(value)
     if isinstance(value, np.generic):
         return plain(value.item())
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
+        return {valid_unicode(str(key)): plain(item) for key, item in value.items()}
     if isinstance(value, np.ndarray):
         return plain(value.tolist())
     if isinstance(value, set | frozenset):
         return [plain(item) for item in sorted(value, key=str)]
     if isinstance(value, list | tuple):
         return [plain(item) for item in value]
-    return str(value)
+    return valid_unicode(str(value))
 
 
 def dump_metadata(metadata: Mapping[str, Any]) -> bytes:

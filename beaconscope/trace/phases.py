@@ -17,16 +17,16 @@ def split_phases(
 ) -> list[Phase]:
     """Name the phase of every token.
 
-    The markers are looked for in the bytes of the text, so they are found however they are tokenised: as one token,
+    The markers are searched in the bytes of the text, so they are found however they are tokenised: as one token,
     over several, or within one. Then
 
     1. the first ``prompt_length`` tokens are ``prompt``;
-    2. from an opening marker to the closing one that follows, markers included, tokens are ``think``; a token that
+    2. the generation begins inside a thought only if the prompt ends with the opening marker, which white space may
+       follow. Chat templates of reasoning models end so. Markers anywhere else in the prompt have no effect: they are
+       text of the user, an example, or a thought that the template opened and closed;
+    3. from an opening marker to the closing one that follows, markers included, tokens are ``think``; a token that
        holds both thought and answer counts as ``think``. A thought that is never closed reaches to the end;
-    3. a prompt that leaves a thought open (templates that append ``<think>``) starts the generation in it, unless the
-       generation opens one itself before it closes any: then the prompt only spoke of the marker;
-    4. a generation that closes a thought which nothing opened was thinking from its start;
-    5. everything else is ``answer``.
+    4. everything else is ``answer``, also what comes before a closing marker where no thought is open.
 
     Parameters
     ----------
@@ -59,25 +59,18 @@ def split_phases(
 
 
 def _thoughts(text: bytes, prompt_end: int, think_open: bytes, think_close: bytes) -> list[tuple[int, float]]:
-    """Byte ranges, ascending and apart, of the thoughts in the generation, markers included."""
+    """Byte ranges, ascending and disjoint, of the thoughts in the generation, markers included."""
     if not think_open or not think_close:
         return []
-    one_marker = think_open == think_close
     # The longer alternative first, in case one marker begins with the other.
     pattern = b"|".join(re.escape(marker) for marker in sorted({think_open, think_close}, key=len, reverse=True))
     markers = list(re.finditer(pattern, text))
-    generated = [marker for marker in markers if marker.end() > prompt_end]
+    of_prompt = [marker for marker in markers if marker.end() <= prompt_end]
 
-    inside = False
-    for marker in markers[: len(markers) - len(generated)]:
-        inside = not inside if one_marker else marker.group() == think_open
-    if generated and not one_marker:
-        # The first marker of the generation tells what came before it.
-        inside = generated[0].group() == think_close
+    inside = _opens_a_thought(text[:prompt_end], of_prompt, think_open, think_close)
     begin = prompt_end
-
     thoughts: list[tuple[int, float]] = []
-    for marker in generated:
+    for marker in markers[len(of_prompt) :]:
         if inside and marker.group() == think_close:
             thoughts.append((begin, marker.end()))
             inside = False
@@ -87,3 +80,15 @@ def _thoughts(text: bytes, prompt_end: int, think_open: bytes, think_close: byte
     if inside:
         thoughts.append((begin, float("inf")))
     return thoughts
+
+
+def _opens_a_thought(prompt: bytes, markers: Sequence[re.Match[bytes]], think_open: bytes, think_close: bytes) -> bool:
+    """Whether a prompt ends with an opening marker; where both markers are the same text, with an odd number."""
+    end, trailing = len(prompt), 0
+    for marker in reversed(markers):
+        if prompt[marker.end() : end].strip():
+            break
+        end, trailing = marker.start(), trailing + 1
+        if think_open != think_close:
+            return marker.group() == think_open
+    return trailing % 2 == 1

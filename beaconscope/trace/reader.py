@@ -6,6 +6,7 @@ else is read when it is asked for, and only from the row groups and columns that
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -337,9 +338,12 @@ class Trace:
             )
         groups = self._groups[layer, kv_head]
         try:
-            with pq.ParquetFile(
-                self.path, metadata=self._footer, page_checksum_verification=True, read_dictionary=list(_TEXTS)
-            ) as file:
+            with (
+                pa.OSFile(os.fsencode(self.path)) as source,
+                pq.ParquetFile(
+                    source, metadata=self._footer, page_checksum_verification=True, read_dictionary=list(_TEXTS)
+                ) as file,
+            ):
                 table = file.read_row_groups(groups, columns=list(columns))
             table.validate(full=True)
         except FileNotFoundError as error:
@@ -425,7 +429,7 @@ def load_trace(path: str | Path) -> Trace:
 
 def _open(path: Path) -> Trace:
     check_seal(path)
-    with pq.ParquetFile(path) as file:
+    with pa.OSFile(os.fsencode(path)) as source, pq.ParquetFile(source) as file:
         footer = file.metadata
         columns = file.schema_arrow
     described = footer.metadata or {}

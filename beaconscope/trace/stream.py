@@ -7,6 +7,7 @@ Nothing is read that is not whole: `scan_layer` walks the messages and stops at 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -120,7 +121,7 @@ def _messages(path: Path, schema: pa.Schema) -> Iterator[tuple[int, int, pa.Reco
     # A stream that is not there was torn before its first byte.
     if not path.exists():
         return
-    with pa.OSFile(str(path)) as file:
+    with pa.OSFile(os.fsencode(path)) as file:
         try:
             if not pa.ipc.read_schema(pa.ipc.read_message(file)).equals(schema):
                 return

@@ -11,6 +11,7 @@ from beaconscope.analyze import add_causal
 from beaconscope.analyze.causal import long_range_gain
 from beaconscope.analyze.sentences import Sentences
 from tests.analyze.made import Plan, plant
+from tests.models.test_probe import ALTERNATING, made
 from tests.tiny import tiny_model
 
 LENGTH, PROMPT, WINDOW, SINKS = 48, 10, 12, [0, 1]
@@ -44,7 +45,7 @@ def logprob_with(model, token_id, blind: slice | None):
     return logits[:-1].log_softmax(-1).gather(-1, token_id[1:, None])[:, 0].numpy()
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt_oss"])
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt_oss", "phi3"])
 def test_gain_is_that_of_blinding_one_sentence_of_a_whole_pass(name):
     model = tiny_model(name)
     token_id = torch.randint(0, 250, (LENGTH,), generator=torch.Generator().manual_seed(0))
@@ -76,17 +77,40 @@ def test_the_analysis_gets_gains_and_a_comparison(tmp_path):
     assert found.to_dict()["causal"]["threshold"] == 1.0
 
 
-def test_layers_that_all_slide_see_their_window_only():
-    model = tiny_model("mistral", sliding_window=16)
+@pytest.mark.parametrize(
+    "model",
+    [
+        lambda: tiny_model("mistral", sliding_window=16),
+        lambda: tiny_model("phi3", sliding_window=16),
+        lambda: made("exaone4", sliding_window=16, layer_types=ALTERNATING),
+        lambda: made("cohere2", sliding_window=16, layer_types=ALTERNATING),
+    ],
+)
+def test_sliding_layers_see_their_window_only(model):
+    model = model()
     token_id = torch.randint(0, 250, (LENGTH,), generator=torch.Generator().manual_seed(0))
     _, logprob = long_range_gain(model, token_id, PROMPT, sentences(), WINDOW, SINKS)
     assert np.allclose(logprob[PROMPT - 1 : -1], logprob_with(model, token_id, None)[PROMPT - 1 :], atol=1e-4)
 
 
+def test_logits_that_are_not_finite_are_no_gain():
+    model = tiny_model()
+    model.model.layers[1].mlp.down_proj.weight.data[0, 0] = float("nan")
+    token_id = torch.randint(0, 250, (LENGTH,), generator=torch.Generator().manual_seed(0))
+    with pytest.raises(BeaconScopeError, match=r"not finite after \d+ of \d+ tokens: .* that of layer 1; "):
+        long_range_gain(model, token_id, PROMPT, sentences(), WINDOW, SINKS)
+
+
 def test_a_model_that_cannot_be_blinded_is_refused():
     with pytest.raises(BeaconScopeError, match="tokens that this model lacks"):
         long_range_gain(tiny_model(), torch.full((LENGTH,), 5000), PROMPT, sentences(), WINDOW, SINKS)
-    strange = tiny_model()
-    strange.config.layer_types = ["linear_attention", "full_attention"]
-    with pytest.raises(BeaconScopeError, match="layers of linear_attention"):
-        long_range_gain(strange, torch.full((LENGTH,), 3), PROMPT, sentences(), WINDOW, SINKS)
+    token_id = torch.randint(0, 250, (LENGTH,), generator=torch.Generator().manual_seed(0))
+    chunked = made("llama4_text", attention_chunk_size=20, intermediate_size_mlp=64, num_local_experts=2)
+    with pytest.raises(BeaconScopeError, match="attends in another way past 20 tokens"):
+        long_range_gain(chunked, token_id, PROMPT, sentences(), WINDOW, SINKS)
+    # Its forward puts a mask of its own in the place of what it is given.
+    deaf = tiny_model("gemma3_text")
+    plain = deaf.model.forward
+    deaf.model.forward = lambda attention_mask=None, **kwargs: plain(**kwargs)
+    with pytest.raises(BeaconScopeError, match="does not take masks"):
+        long_range_gain(deaf, token_id, PROMPT, sentences(), WINDOW, SINKS)

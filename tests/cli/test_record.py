@@ -12,9 +12,13 @@ from typing import get_args
 import pytest
 
 from beaconscope import BeaconKV, LoadOptions, RecordOptions, Sampling, load_trace, recover
-from beaconscope.cli.record import _policies, record
-from beaconscope.errors import UsageError
+from beaconscope.cli.record import _policies, _template_options, record
+from beaconscope.errors import BeaconScopeError, UsageError
+from beaconscope.record import Prompt
+from beaconscope.record.many import _Batch
 from beaconscope.trace import Journal
+from tests.record.recording import save_tiny
+from tests.tiny import tiny_model, tiny_tokenizer
 from tests.trace.made import METADATA, interrupted
 from tests.trace.made import SMALL as SMALL_LAYOUT
 from tests.waiting import wait_for
@@ -131,6 +135,10 @@ def test_a_foreign_file_among_the_traces_is_refused_before_the_model_loads_and_k
             "--beacons has no effect with --cache random",
         ),
         (("--prompt", "plan.txt", "--temperature", "-1"), "temperature is -1"),
+        (("--prompt", "plan.txt", "--top-p", "0.9"), "top-p has no effect while decoding is greedy"),
+        (("--prompt", "plan.txt", "--temperature", "0", "--top-k", "5"), "give --temperature above 0"),
+        (("--prompt", "plan.txt", "--model-sampling", "--temperature", "0"), "leave out one of them"),
+        (("--prompt", "plan.txt", "--completion", "plan.txt", "--temperature", "1"), "temperature has no effect on a"),
         (("--prompt", "plan.txt", "--hits", "0"), "hits is 0"),
         (("--prompt", "plan.txt", "--layers", "first"), "is no list; write all, auto, 0,8,16 or 0-8:2"),
     ],
@@ -228,6 +236,116 @@ def test_a_model_that_cannot_be_had_is_one_line(run, here, model, says):
     assert not Path("plan.parquet").exists()
 
 
+@pytest.fixture
+def switched_folder(tmp_path_factory) -> Path:
+    """A model whose chat template has a switch."""
+    folder = save_tiny(tmp_path_factory.mktemp("switched"))
+    (folder / "chat_template.jinja").write_text(SWITCHED, encoding="utf-8")
+    return folder
+
+
+SWITCHED = (
+    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}{% endfor %}<|assistant|>"
+    "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}"
+)
+
+
+def test_options_of_the_template_reach_it_and_the_trace(run, here, switched_folder):
+    arguments = ("record", "--model", switched_folder, "--prompt", "plan.txt", *SMALL)
+    result = run(*arguments, "--template-option", "enable_thinking=false")
+    assert result.exit_code == 0, result.output
+    trace = load_trace("plan.parquet")
+    assert trace.text.startswith(f"<|user|>{trace.prompt}<|assistant|><think>\n\n</think>\n\n")
+    assert trace.options["template_options"] == {"enable_thinking": False}
+    assert "think" not in set(trace.tokens["phase"])
+    assert "template_options: enable_thinking=False" in run("info", "plan.parquet", "--verbose").stdout
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ([], {}),
+        (["a=false"], {"a": False}),
+        (["a=null", "b=3", "c=1.5e3", 'd="x"'], {"a": None, "b": 3, "c": 1500.0, "d": "x"}),
+        (['a=[{"b": "c=d"}]'], {"a": [{"b": "c=d"}]}),
+        # What is no JSON is text.
+        (["a=high", "b=x=y", "c= low ", "d=", "e=NaN", "f={"], {
+            "a": "high", "b": "x=y", "c": " low ", "d": "", "e": "NaN", "f": "{",
+        }),
+        (['a="False"', "b=\N{SNOWMAN}"], {"a": "False", "b": "\N{SNOWMAN}"}),
+    ],
+)  # fmt: skip
+def test_values_of_template_options_are_json_or_text(given, expected):
+    assert _template_options(given) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (["enable_thinking"], "must be KEY=VALUE, for example enable_thinking=false"),
+        (["=false"], "must be KEY=VALUE"),
+        (["a=1", "a=2"], "--template-option a is given twice"),
+        # As text they would be true in a template.
+        (["a=False"], "would be the text 'False'; write a=false"),
+        (["a=None"], "write a=null"),
+        (["a b=1"], "'a b' cannot be an option of a chat template"),
+    ],
+)
+def test_template_options_that_cannot_be_are_refused_before_the_model_loads(run, here, given, says):
+    arguments = [argument for option in given for argument in ("--template-option", option)]
+    result = run("record", "--model", "no/such-model", "--prompt", "plan.txt", *arguments)
+    assert result.exit_code == 2
+    assert says in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+@pytest.fixture
+def no_weights(monkeypatch) -> None:
+    """Fail where weights are loaded."""
+
+    def load(*_, **__):
+        raise AssertionError("weights are loaded")
+
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", load)
+
+
+@pytest.mark.parametrize(("source", "jobs"), [("--prompt", ()), ("--prompts", ()), ("--prompts", ("--jobs", "2"))])
+@pytest.mark.usefixtures("no_weights")
+def test_what_the_tokenizer_cannot_do_is_said_before_the_weights_are_loaded(run, here, switched_folder, source, jobs):
+    Path("many.jsonl").write_text('{"id": "a", "prompt": "one"}\n{"id": "b", "prompt": "two"}\n', "utf-8")
+    prompts = {"--prompt": "plan.txt", "--prompts": "many.jsonl"}[source]
+    arguments = ("record", "--model", switched_folder, source, prompts, *jobs)
+    # WHEN an option is not the template's
+    result = run(*arguments, "--template-option", "enable_thinkin=false")
+    # THEN its own are listed, and the exit code is that of options that cannot be
+    assert result.exit_code == 2, result.output
+    assert result.stderr.splitlines()[-1] == (
+        "error: this model's chat template does not use the option enable_thinkin; give one of its own: enable_thinking"
+    )
+    # WHEN there is no template
+    (switched_folder / "chat_template.jinja").unlink()
+    result = run(*arguments)
+    assert result.exit_code == 1, result.output
+    assert result.stderr.splitlines()[-1] == (
+        "error: this model's tokenizer has no chat template; give --raw to feed the prompt as it is"
+    )
+    # WHEN the template refuses a prompt, THEN it is named where there are many
+    (switched_folder / "chat_template.jinja").write_text("{{ raise_exception('never') }}", encoding="utf-8")
+    result = run(*arguments)
+    assert result.exit_code == 1, result.output
+    name = "" if source == "--prompt" else "prompt a: "
+    assert result.stderr.splitlines()[-1].startswith(f"error: {name}the model's chat template refuses the prompt")
+    assert not Path("many-traces").exists()
+
+
+@pytest.mark.usefixtures("no_weights")
+def test_a_worker_of_a_cluster_asks_the_tokenizer_first(switched_folder, tmp_path):
+    (switched_folder / "chat_template.jinja").unlink()
+    load = LoadOptions(str(switched_folder))
+    with pytest.raises(BeaconScopeError, match="has no chat template"):
+        _Batch(load, (Prompt("a", "one"),), RecordOptions(), tmp_path, "run")()
+
+
 @pytest.mark.parametrize("option", [("--layers", "7"), ("--heads", "0,2"), ("--layers", "one")])
 def test_layers_and_heads_that_are_not_there_are_refused(run, here, model_folder, option):
     result = run("record", "--model", model_folder, "--prompt", "plan.txt", *option)
@@ -259,6 +377,51 @@ def test_a_cache_that_never_fills_says_which_budget_would_have(run, here, model_
     result = run("record", "--model", model_folder, "--prompt", "plan.txt", "--max-new-tokens", "8")
     assert result.exit_code == 0, result.output
     assert "Nothing was compressed" in result.stderr
+
+
+def test_sampling_settings_for_prompts_that_all_have_a_completion_are_refused(run, here):
+    line = '{"id": "a", "prompt": "one", "completion": "two"}\n'
+    Path("many.jsonl").write_text(line, "utf-8")
+    result = run("record", "--model", "no/such-model", "--prompts", "many.jsonl", "--model-sampling")
+    assert result.exit_code == 2
+    assert "model-sampling has no effect on a completion that is given" in result.stderr
+    # Where one has none, they are for that one.
+    Path("many.jsonl").write_text(line + '{"id": "b", "prompt": "one"}\n', "utf-8")
+    assert (
+        "cannot load the model"
+        in run("record", "--model", "no/such-model", "--prompts", "many.jsonl", "--model-sampling").stderr
+    )
+
+
+def test_the_models_generation_config_is_used_and_what_is_not_is_said(run, here):
+    # GIVEN a model folder whose generation config has rules, recommended sampling and a beam search
+    model = tiny_model()
+    settings = {"do_sample": True, "temperature": 0.7, "top_k": 9, "repetition_penalty": 1.3, "num_beams": 2}
+    for name, value in settings.items():
+        setattr(model.generation_config, name, value)
+    model.save_pretrained("model")
+    tiny_tokenizer().save_pretrained("model")
+    arguments = ("record", "--model", "model", "--prompt", "plan.txt", "--seed", "3", *SMALL)
+    # WHEN it is recorded without options, THEN the rules hold and the rest is said
+    result = run(*arguments, "-o", "greedy.parquet")
+    assert result.exit_code == 0, result.output
+    assert "The model recommends sampling (temperature=0.7, top_k=9), but decoding is greedy" in result.stderr
+    assert "num_beams=2" in result.stderr
+    assert "--seed 3 has no effect" in result.stderr
+    decoding = load_trace("greedy.parquet").options["decoding"]
+    assert (decoding["temperature"], decoding["repetition_penalty"]) == (0.0, 1.3)
+    # WHEN its sampling is asked for, THEN it holds but for what is given
+    result = run(*arguments, "--model-sampling", "--top-k", "5", "-o", "sampled.parquet")
+    assert result.exit_code == 0, result.output
+    assert "recommends" not in result.stderr
+    assert "--seed" not in result.stderr
+    decoding = load_trace("sampled.parquet").options["decoding"]
+    assert {name: decoding[name] for name in ("temperature", "top_k", "repetition_penalty", "seed")} == {
+        "temperature": 0.7,
+        "top_k": 5,
+        "repetition_penalty": 1.3,
+        "seed": 3,
+    }
 
 
 def test_ctrl_c_finishes_the_file_and_says_so(start, here, model_folder):

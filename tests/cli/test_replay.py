@@ -177,6 +177,39 @@ def test_the_best_settings_are_run_with_the_model(run, trace, model_folder):
     assert stored["live"] == printed
 
 
+def test_a_setting_that_evicted_nothing_is_no_result(run, trace, model_folder):
+    settings = ("--policy", "streaming-llm", "--budget", "24,500", "--no-controls", "--no-trt")
+    result = run("replay", trace, *settings, "--live", "--model", model_folder)
+    assert result.exit_code == 0, result.output
+    (row,) = [line for line in result.stdout.splitlines() if line.endswith("-") and "budget=500" in line]
+    assert row.split()[2:] == ["nothing", "evicted", "-", "-", "nothing", "evicted", "-"]
+    assert "Nothing evicted: the text was too short" in result.stdout
+    # THEN the answer is about what had to choose, though the other keeps everything
+    assert "streaming-llm:budget=24 keeps" in result.stdout
+    assert "streaming-llm:budget=500 keeps" not in result.stdout
+    printed = json.loads(run("replay", trace, *settings, "--live", "--model", model_folder, "--json").stdout)
+    assert [each["setting"] for each in printed["live"]] == [
+        "full",
+        "streaming-llm:budget=24",
+        "streaming-llm:budget=500",
+    ]
+    assert [each["forced"]["evicted"] > 0 for each in printed["live"]] == [False, True, False]
+    assert printed["live"][2]["forced"]["kl"] is printed["live"][2]["free"]["agreement"] is None
+    assert printed["answer"]["best"] == "streaming-llm:budget=24"
+    assert {row["setting"]: row["evicted"] > 0 for row in printed["settings"]} == {
+        "streaming-llm:budget=24": True,
+        "streaming-llm:budget=500": False,
+    }
+
+
+def test_where_nothing_evicts_anything_no_setting_wins(run, trace):
+    result = run("replay", trace, "--policy", "beacon", "--budget", "500,600", "--no-trt", "--json")
+    assert result.exit_code == 0, result.output
+    answer = json.loads(result.stdout)["answer"]
+    assert answer["text"].startswith("None of these settings evicted anything, so all of them do what a full cache")
+    assert (answer["best"], answer["beacon"], answer["differences"]) == (None, None, {})
+
+
 @pytest.mark.parametrize(
     ("model", "words"), [("nowhere/model", "cannot load the model"), ("tiny-reasoner", "of another model")]
 )

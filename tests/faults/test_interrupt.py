@@ -152,14 +152,14 @@ def test_two_ctrl_c_on_the_command_line(start, run, here, model_folder):
 TIMED = """
 import os, struct, sys, time
 from beaconscope.cli import main
-from beaconscope.record.generate import _Draw
-draw = _Draw.__call__
+from beaconscope.record.draw import Draw
+draw = Draw.__call__
 times = os.open("times", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 def timed(self, logits):
     time.sleep(0.02)
     os.write(times, struct.pack("d", time.time()))
     return draw(self, logits)
-_Draw.__call__ = timed
+Draw.__call__ = timed
 main()
 """
 

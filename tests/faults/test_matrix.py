@@ -293,11 +293,11 @@ class TestNoMemory:
         assert load_trace(recover(folder / "out")).length >= safe > len(PROMPT)
 
     def test_in_the_model(self, fork, folder, model_folder):
-        from beaconscope.record.generate import _Draw
+        from beaconscope.record.draw import Draw
 
         refused = RuntimeError("[enforce fail at alloc_cpu.cpp:124] . DefaultCPUAllocator: can't allocate memory")
         arguments = (*RECORD, "--model", model_folder, "-n", 60)
-        ended = fork(*arguments, cwd=folder, prepare=patched(_Draw, "__call__", fails_after(40, refused))).wait()
+        ended = fork(*arguments, cwd=folder, prepare=patched(Draw, "__call__", fails_after(40, refused))).wait()
         assert (ended.code, ended.out) == (1, "")
         assert ended.line == "error: no memory is left; what was recorded is safe: run `beaconscope recover out`"
         assert load_trace(recover(folder / "out")).length > len(PROMPT)

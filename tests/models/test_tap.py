@@ -42,7 +42,7 @@ def test_the_shape_of_each_layer(arch):
             assert info.sink_logit.shape == (2, 2)
         assert info.scaling == pytest.approx(16**-0.5)
     windows = [info.window for info in tapped.layers]
-    sliding = {"gemma3_text": [16, None, 16, None], "gpt_oss": [16, None]}
+    sliding = {"gemma3_text": [16, None, 16, None], "gpt_oss": [16, None], "mistral": [4096, 4096]}
     assert windows == sliding.get(arch, [None, None])
 
 
@@ -115,7 +115,7 @@ def test_a_refused_model_is_left_as_it_was():
     model = tiny_model("llama")
     forward = model.model.layers[1].self_attn.forward
     model.model.layers[1].self_attn.forward = lambda *_, **__: 1 + "1"
-    with refused("LlamaForCausalLM cannot be tapped: it fails on a single token"):
+    with refused("LlamaForCausalLM cannot be tapped: it fails with a cache of keys and values"):
         tap(model)
     assert model.config._attn_implementation == "sdpa"
     assert not any(module._forward_pre_hooks for module in model.modules())
@@ -153,13 +153,31 @@ def test_an_encoder_and_decoder_are_refused():
         tap(AutoModel.from_config(config).eval())
 
 
-def test_learned_positions_have_no_rotary_embedding_to_undo():
-    config = AutoConfig.for_model(
-        "gpt2", vocab_size=264, n_embd=32, n_layer=2, n_head=4, pad_token_id=0, bos_token_id=1, eos_token_id=2
-    )
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("gpt2", {}),
+        ("gpt_bigcode", {}),
+        ("opt", {"ffn_dim": 64, "word_embed_proj_dim": 32, "num_attention_heads": 4}),
+    ],
+)
+def test_learned_positions_are_no_rotary_embedding(kind, options):
+    config = AutoConfig.for_model(kind, **COMMON, **({"num_attention_heads": 4} | options))
     model = AutoModelForCausalLM.from_config(config).eval()
-    with refused("GPT2LMHeadModel.*--query-space post-rope"):
-        BeaconCache(model)
-    cache = BeaconCache(model, query_space="post-rope", budget=20, interval=4)
+    for info in tap(model).layers:
+        assert info.rotary_problem is None
+        assert (info.rotary.frequency == -1).all()
+    cache = BeaconCache(model, budget=20, interval=4, recent=4, beacons=4)
     generate(model, tokens(30), cache)
     assert cache.kept_positions(1).shape[1] >= 20
+
+
+def test_two_models_that_share_a_config():
+    one = tiny_model("llama")
+    tap(one)
+    other = type(one)(one.config).eval()
+    tap(other)
+    for model in (one, other):
+        cache = BeaconCache(model, budget=20, interval=4, recent=4, beacons=4)
+        generate(model, tokens(30), cache)
+        assert cache.kept_positions(1).shape[1] >= 20

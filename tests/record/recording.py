@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from beaconscope import RecordOptions, Trace, record
+from beaconscope.trace import HeadBlock, Journal
 from tests.tiny import tiny_model, tiny_tokenizer
 
 PROMPT = "Plan: add, then double. 3 and 4?"
@@ -36,6 +40,32 @@ def record_tiny(
     """Record a prompt as it is, without a chat template, all layers."""
     settings = RecordOptions(**{"raw": True, "layers": "all", "max_new_tokens": 24, **options})
     return record(model, endless_tokenizer(), prompt, settings, output=folder / f"{name}.parquet")
+
+
+@contextmanager
+def spoiled(spoil: Callable[[HeadBlock], None]) -> Iterator[None]:
+    """Change what recordings write of heads, as ``spoil`` changes the arrays of each block, but nothing that they do.
+
+    So a trace can hold what no recording writes any more.
+    """
+    append = Journal.append
+
+    def spoil_and_append(journal: Journal, block: HeadBlock) -> None:
+        spoil(block)
+        append(journal, block)
+
+    with mock.patch.object(Journal, "append", spoil_and_append):
+        yield
+
+
+def at_position(name: str, value: float, layer: int, position: int, *place: int) -> Callable[[HeadBlock], None]:
+    """Put a number into the array ``name`` of a layer's blocks, at a position and a place: KV head, query head, ..."""
+
+    def spoil(block: HeadBlock) -> None:
+        if block.layer == layer and block.first_position <= position < block.first_position + len(block.query):
+            getattr(block, name)[(position - block.first_position, *place)] = value
+
+    return spoil
 
 
 def generate_plainly(model: PreTrainedModel, prompt: list[int], count: int) -> list[int]:

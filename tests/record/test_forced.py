@@ -60,16 +60,16 @@ def test_forcing_what_was_generated_gives_the_same_trace(name, at_once, tmp_path
 
 def _generated(model, folder, text, options):
     """Record ``text`` token by token, through the way that generated tokens go."""
-    from beaconscope.record.generate import _Draw
+    from beaconscope.record.draw import Draw
 
     ids = endless_tokenizer()(text).input_ids
     queue = list(ids)
-    drawn = _Draw.__call__
-    _Draw.__call__ = lambda self, logits: logits.argmax(-1) * 0 + queue.pop(0)
+    drawn = Draw.__call__
+    Draw.__call__ = lambda self, logits: logits.argmax(-1) * 0 + queue.pop(0)
     try:
         return record_tiny(model, folder, name="generated", **{**options, "max_new_tokens": len(ids)})
     finally:
-        _Draw.__call__ = drawn
+        Draw.__call__ = drawn
 
 
 def test_thinking_is_told_from_the_answer(tmp_path):

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from beaconscope import BeaconKV, BeaconScopeError, Full, RecordOptions, StreamingLLM, UsageError, record
+from beaconscope.kv.policies import H2O, ScissorHands
 from beaconscope.models import tap
 from beaconscope.record import Prompt, plan, record_prompts
 from beaconscope.selection import select
@@ -156,6 +157,23 @@ def test_no_budget_is_named_where_none_would_do(tmp_path):
     settings = RecordOptions(policy=BeaconKV(interval=128), raw=True, max_new_tokens=4)
     record(tiny_model(), endless_tokenizer(), PROMPT, settings, output=tmp_path / "t", note=notes.append)
     assert notes[-1] == "The cache never filled: 36 tokens, 1152 slots. Nothing was compressed."
+
+
+@pytest.mark.parametrize(
+    ("policy", "remedy"),
+    [
+        # H2O's recent entries are half of whatever its budget is.
+        (H2O(budget=200), "; a --budget of at most 35 would have."),
+        # ScissorHands drops half of a budget of 35 at once, and keeps 19 of 36: less than the 20 that it protects.
+        (ScissorHands(budget=200, recent=20), "."),
+    ],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_the_budget_that_is_named_is_one_that_the_policy_allows(policy, remedy, tmp_path):
+    notes = []
+    settings = RecordOptions(policy=policy, raw=True, max_new_tokens=4)
+    record(tiny_model(), endless_tokenizer(), PROMPT, settings, output=tmp_path / "t", note=notes.append)
+    assert notes[-1] == f"The cache never filled: 36 tokens, 201 slots. Nothing was compressed{remedy}"
 
 
 def test_a_full_cache_is_not_said_to_have_been_too_large(tmp_path):

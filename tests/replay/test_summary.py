@@ -26,8 +26,9 @@ def frame_of(masses, trts=3):
                 {
                     "trace": "t", "layer": layer, "kv_head": head, "setting": label(policy), "policy": policy.name,
                     "budget": params.get("budget"), "interval": params.get("interval"), "seed": params.get("seed"),
-                    "live": policy.live, "params": json.dumps({}), "queries": 10, "trts": trts,
-                    **dict.fromkeys(MEANS, 0.0), "kv_bytes": size,
+                    "live": policy.live, "params": json.dumps({}), "queries": 10, "missing": 0,
+                    "trts": trts, **dict.fromkeys(MEANS, 0.0), "evicted": 0 if policy == Full() else 5,
+                    "kv_bytes": size,
                     "mass": mass + number / 1000, "mass_trt": (mass + number / 1000) if trts else float("nan"),
                 }
             )  # fmt: skip

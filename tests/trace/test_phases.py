@@ -36,10 +36,22 @@ def phases(tokens: list[str], prompt_length: int, **markers: str) -> str:
         (["hi", "<think>", "hm", "hm"], 1, "pttt"),
         # Two thoughts.
         (["hi", "<think>", "</think>", "a", "<think>", "b", "</think>", "c"], 1, "pttattta"),
-        # Closed but never opened: the model thought from the start.
-        (["hi", "hm", "</think>", "42"], 1, "ptta"),
-        # The prompt only speaks of the marker; the generation opens its own.
-        (["explain <think>", "Well", "<think>", "hm", "</think>", "42"], 1, "pattta"),
+        # A closing marker has no effect where no thought is open.
+        (["hi", "hm", "</think>", "42"], 1, "paaa"),
+        (["hi", "hm", "</think>", "4", "<think>", "hm", "</think>", "2"], 1, "paaattta"),
+        # The prompt mentions the marker; the generation opens a thought, or none.
+        (["explain <think> now", "Well", "<think>", "hm", "</think>", "42"], 1, "pattta"),
+        (["explain <think> now", "Well", "42"], 1, "paa"),
+        (["explain <think> now", "it ends with ", "</think>", "."], 1, "paaa"),
+        # The prompt has an example with a thought, whole or not closed, and its template appends something.
+        (["Q <think>a</think>b", "Q <think>a", "[assistant]", "4", "2"], 3, "pppaa"),
+        # The template opens and closes a thought at the end: the model is not to think.
+        (["hi", "<think>", "\n\n", "</think>", "\n\n", "4", "2"], 5, "pppppaa"),
+        (["hi <think>", "<think>\n\n</think>\n\n", "4", "</think>", "2"], 2, "ppaaa"),
+        # The template opens a thought after the user mentioned the markers.
+        (["say </think>", "<think>", " \n\t\r\n", "hm", "</think>", "42"], 3, "ppptta"),
+        # Opened by the prompt and again by the model.
+        (["hi", "<think>\n", "<think>", "hm", "</think>", "42"], 2, "ppttta"),
         # An opening marker within a thought and a closing one after it mean nothing.
         (["hi", "<think>", "<think>", "</think>", "a", "</think>", "b"], 1, "ptttaaa"),
         # A marker that begins in the prompt.
@@ -61,6 +73,25 @@ def test_other_markers() -> None:
 
 def test_one_text_for_both_markers() -> None:
     assert phases(["q", "||", "x", "||", "y"], 1, think_open="||", think_close="||") == "pttta"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("say ||", "t"),
+        # Opened and closed at the end of the prompt.
+        ("say ||\n\n||\n", "a"),
+        # A mention, and a mention before an opening.
+        ("say || now", "a"),
+        ("say || now\n||\n", "t"),
+    ],
+)
+def test_one_text_for_both_markers_at_the_end_of_the_prompt(prompt: str, expected: str) -> None:
+    assert phases([prompt, "x"], 1, think_open="||", think_close="||") == "p" + expected
+
+
+def test_a_closing_marker_that_ends_with_the_opening_one() -> None:
+    assert phases(["say <t>/<t>", "x"], 1, think_open="<t>", think_close="/<t>") == "pa"
 
 
 def test_a_marker_that_begins_with_the_other() -> None:

@@ -14,7 +14,7 @@ from beaconscope.kv.policies.knorm import Knorm
 from beaconscope.kv.policies.lazy_eviction import LazyEviction
 from beaconscope.kv.policies.longformer import Longformer
 from beaconscope.kv.policies.oracle import Oracle
-from beaconscope.kv.policies.parse import POLICIES, parse_policy
+from beaconscope.kv.policies.parse import POLICIES, parse_policy, policy_kind
 from beaconscope.kv.policies.random_eviction import RandomEviction
 from beaconscope.kv.policies.rkv import RKV
 from beaconscope.kv.policies.rpc import RPC
@@ -50,4 +50,5 @@ __all__ = [
     "SnapKV",
     "StreamingLLM",
     "parse_policy",
+    "policy_kind",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
+from bisect import bisect_left
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -133,6 +134,8 @@ class Policy(ABC):
     what it drops may come back."""
     ragged: ClassVar[bool] = False
     """Its heads keep different numbers of entries."""
+    one_set: ClassVar[bool] = False
+    """All heads of a layer keep one set, which their scores decide together."""
     unused: ClassVar[frozenset[str]] = frozenset()
     """Fields that have no meaning for it."""
 
@@ -155,6 +158,19 @@ class Policy(ABC):
     def protected(self) -> int:
         """Entries that are kept whatever their score."""
         return 0
+
+    @property
+    def least_budget(self) -> int:
+        """The smallest budget that its other settings allow."""
+
+        def allowed(budget: int) -> bool:
+            try:
+                dataclasses.replace(self, budget=budget)
+            except UsageError:
+                return False
+            return True
+
+        return 1 + bisect_left(range(1, self.budget), True, key=allowed)
 
     @property
     def needs_queries(self) -> bool:

@@ -58,6 +58,20 @@ POLICIES: Mapping[str, type[Policy]] = types.MappingProxyType(
 """Every policy by its name."""
 
 
+def policy_kind(text: str) -> type[Policy]:
+    """The class of the policy that ``text`` names, whatever its parameters are.
+
+    Raises
+    ------
+    UsageError
+        For a name that does not exist, with the nearest one.
+    """
+    name = text.partition(":")[0].strip().lower().replace("_", "-")
+    if name not in POLICIES:
+        raise UsageError(f"there is no policy {name!r}; {_nearest(name, POLICIES)}")
+    return POLICIES[name]
+
+
 def parse_policy(text: str, **defaults: object) -> Policy:
     """The policy that ``text`` names, such as ``streaming-llm`` or ``random:recent=32,seed=1``.
 
@@ -73,11 +87,8 @@ def parse_policy(text: str, **defaults: object) -> Policy:
     UsageError
         For a name or parameter that does not exist (with the nearest one), or a value that does not fit.
     """
-    name, _, rest = text.partition(":")
-    name = name.strip().lower().replace("_", "-")
-    if name not in POLICIES:
-        raise UsageError(f"there is no policy {name!r}; {_nearest(name, POLICIES)}")
-    kind = POLICIES[name]
+    kind = policy_kind(text)
+    name, rest = kind.name, text.partition(":")[2]
     hints = typing.get_type_hints(kind)
     fields = {field: hints[field] for field in kind.parameters()}
     values = {

@@ -65,6 +65,7 @@ class RPC(Policy):
     name: ClassVar[str] = "rpc"
     summary: ClassVar[str] = "keeps the prompt and a share of what was generated, chosen by the last queries"
     source: ClassVar[str] = "Song et al. 2025, arXiv 2505.13866"
+    one_set: ClassVar[bool] = True
     unused: ClassVar[frozenset[str]] = frozenset({"budget", "interval"})
 
     period: int = 1024

@@ -37,6 +37,7 @@ class TOVA(Policy):
     name: ClassVar[str] = "tova"
     summary: ClassVar[str] = "keeps what the newest query attends to, one set for each layer"
     source: ClassVar[str] = "Oren et al. 2024, arXiv 2401.06104"
+    one_set: ClassVar[bool] = True
 
     recent: int = 0
     """Most recent entries that always stay; some implementations protect the newest one."""

@@ -17,7 +17,7 @@ export function measures(data) {
   const found = [
     { key: "score", name: "TRT score", values: data.score, say: (value) => decimal(value), help: "how strongly a token revisits; 0 is none" },
     { key: "distant_share", name: "distant share", values: numbers("distant_share"), say: (value) => percent(value), help: "attention farther back than the window, mean over heads" },
-    { key: "entropy", name: "entropy", values: numbers("entropy"), say: (value) => `${decimal(value)} nats`, help: "of the distribution that the token was drawn from" },
+    { key: "entropy", name: "entropy", values: numbers("entropy"), say: (value) => `${decimal(value)} nats`, help: "of the model's distribution for the token" },
     { key: "surprise", name: "surprise", values: numbers("logprob").map((value) => -value), say: (value) => `${decimal(value)} nats`, help: "minus log probability of the token" },
   ];
   if (data.evicts) found.push({ key: "lost_share", name: "lost", values: numbers("lost_share"), say: (value) => percent(value), help: "distant attention that the cache could not serve" });
