@@ -15,7 +15,18 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 
 import beaconscope
-from beaconscope import BeaconCache, BeaconKV, BeaconScopeError, Full, Prompt, RecordOptions, Trace, load_trace
+from beaconscope import (
+    AnalyzeOptions,
+    BeaconCache,
+    BeaconKV,
+    BeaconScopeError,
+    Full,
+    Prompt,
+    RecordOptions,
+    Trace,
+    load_trace,
+)
+from beaconscope.replay import make_jobs, sweep
 from testing.architectures.checks import (
     LOGPROB_TOLERANCE,
     check_attention,
@@ -106,6 +117,7 @@ class _Examination:
         self._pieces(trace)
         small = self._small() if self._compresses else None
         self._batch()
+        self._read(trace if small is None else small)
         if small is not None:
             self._generate(trace, small)
 
@@ -198,6 +210,14 @@ class _Examination:
             raise
         for path in paths:
             self._check_compressed(load_trace(path))
+
+    def _read(self, trace: Trace) -> None:
+        """``analyze`` and ``replay`` take the trace."""
+        self.stage = "analyze"
+        _refusing(beaconscope.analyze, trace, AnalyzeOptions(cluster_heads=0))
+        if self._compresses:
+            self.stage = "replay"
+            _refusing(lambda: sweep(make_jobs(trace, [self._spaced(BeaconKV(**SMALL))])))
 
     def _generate(self, full: Trace, small: Trace) -> None:
         """``generate`` with a cache of our own: the tokens of a recording.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -18,13 +19,15 @@ Which architectures BeaconScope records, and which it refuses. The name is `mode
 
 Every architecture that transformers {version} loads as a causal language model was built tiny, with random weights,
 and recorded: with the defaults of its config and, where it has such settings, with a short window, short chunks, shared
-keys, sparse attention or another rotary embedding. Of {total} architectures {counts}.
+keys, sparse attention or another rotary embedding.
+
+{summary}
 
 Each was recorded with a full cache, with a compressed cache, with the prompt in pieces, and with two prompts of unequal
 length in a batch. The traces were compared with what transformers computes without BeaconScope: tokens,
 log-probabilities, hits, attention mass, attention recomputed from queries and keys, and the tokens of `generate` with a
 `BeaconCache`. What a compressed cache had dropped was hidden from transformers' own attention, which then had to give
-the same numbers. A replay had to evict what the recording evicted.
+the same numbers. A replay had to evict what the recording evicted, and `analyze` had to take the trace.
 
 Layers with a sliding window keep their window and are not compressed; `record` says so. The table says that the numbers
 are right. It does not say how well a model works with a small cache.
@@ -36,11 +39,19 @@ _SECTIONS = (
         REFUSED,
         "are refused",
         "Refused",
-        "`record` and `BeaconCache` stop before anything is computed, with this message.",
+        "`record` and `BeaconCache` stop before anything is written, and say why.",
     ),
     (UNBUILT, "were not tried", "Not tried", "No tiny model can be made of these."),
     (WRONG, "are wrong", "Wrong", "Faults of BeaconScope."),
     (TRACEBACK, "fail", "Fails", "Faults of BeaconScope."),
+)
+_SPECIFIC = (
+    (r"layer \d+ of \w+", "a layer"),
+    (r"layer \d+ \(\w+\)", "a layer"),
+    (r"every layer of \w+", "every layer"),
+    (r"layer \d+", "a layer"),
+    (r"\b[A-Z]\w*(ForCausalLM|ForConditionalGeneration|Model|LMHeadModel|DecoderLM) ", ""),
+    (r" \((off|weights differ) by up to [^)]*\)", ""),
 )
 _WHY_UNBUILT: Mapping[str, str] = {
     "blt": "is made of bytes, patches and several models in one",
@@ -62,7 +73,8 @@ def page(version: str, results: Iterable[Result]) -> str:
     for name, each in by_name.items():
         sections[_status(each)][name] = each
     counts = [f"{len(sections[status])} {label}" for status, label, _, _ in _SECTIONS if sections[status]]
-    lines = [_LEAD.format(version=version, total=len(by_name), counts=", ".join(counts))]
+    summary = f"Of {len(by_name)} architectures {', '.join(counts)}."
+    lines = [_LEAD.format(version=version, summary=textwrap.fill(summary, 120))]
     for status, _, title, text in _SECTIONS:
         if sections[status]:
             lines += [f"## {title}", "", text, "", *_table(status, sections[status]), ""]
@@ -114,8 +126,10 @@ def _notes(results: Sequence[Result]) -> str:
 
 
 def _plain(text: str) -> str:
-    """A message without the layer that it happens to name first, so that those of variants are one."""
-    return re.sub(r"layer \d+", "layer N", text)
+    """A message without what differs between variants: its class, the layer that it names first, how far it is off."""
+    for pattern, replacement in _SPECIFIC:
+        text = re.sub(pattern, replacement, text)
+    return text
 
 
 def _rows(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:

@@ -107,9 +107,7 @@ class Twin:
             attention_mask = self._hide(module, hidden, query, attention_mask)
         attend = _eager(module) if self._backend == "eager" else ALL_ATTENTION_FUNCTIONS[self._backend]
         if layer is not None and query.shape[2] == key.shape[2]:
-            # Attention is linear in the values: what it makes of unit vectors are its weights, sinks and all.
-            unit = torch.eye(key.shape[2], dtype=value.dtype).expand(*value.shape[:2], -1, -1)
-            self._note(layer, attend(module, query, key, unit, attention_mask, **kwargs)[0][0].transpose(0, 1))
+            self._note(layer, _weights(attend, module, query, key, value, attention_mask, **kwargs))
         return attend(module, query, key, value, attention_mask, **kwargs)
 
     def _hide(self, module: nn.Module, hidden: Tensor, query: Tensor, mask: Tensor | None) -> Tensor:
@@ -134,6 +132,22 @@ class Twin:
     def _note(self, layer: int, weights: Tensor) -> None:
         if not any(torch.equal(weights, other) for other in self._found[layer]):
             self._found[layer].append(weights)
+
+
+def _weights(
+    attend: Any, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
+) -> Tensor:
+    """Weights [Hq, T, T]: attention is linear in the values, and of unit vectors it makes its weights, sinks and all.
+
+    The unit vectors are as short as the values, since some architectures scale by their size.
+    """
+    parts = []
+    for part in torch.eye(key.shape[2], dtype=value.dtype).split(value.shape[3], dim=1):
+        unit = torch.zeros_like(value)
+        unit[..., : part.shape[1]] = part
+        output = attend(module, query, key, unit, mask, **kwargs)[0]  # [1, T, Hq, D]
+        parts.append(output[0, :, :, : part.shape[1]].transpose(0, 1))
+    return torch.cat(parts, dim=-1)
 
 
 def _layer(module: nn.Module) -> int | None:

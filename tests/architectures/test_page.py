@@ -18,7 +18,7 @@ def test_an_architecture_that_works_says_what_was_tried() -> None:
 
 def test_a_note_says_which_variant_it_is_of() -> None:
     results = [Result("a", "default", RIGHT), Result("a", "short window", REFUSED, ["layer 2 is odd"])]
-    assert rows(results) == ["| `a` | default, short window | short window: refused: layer N is odd |"]
+    assert rows(results) == ["| `a` | default, short window | short window: refused: a layer is odd |"]
 
 
 def test_a_note_of_every_variant_stands_alone() -> None:
@@ -26,7 +26,7 @@ def test_a_note_of_every_variant_stands_alone() -> None:
         Result("a", "default", NOTED, ["layer 1 is odd"]),
         Result("a", "short window", NOTED, ["layer 2 is odd"]),
     ]
-    assert rows(results) == ["| `a` | default, short window | layer N is odd |"]
+    assert rows(results) == ["| `a` | default, short window | a layer is odd |"]
 
 
 def test_a_refusal_is_the_message() -> None:
