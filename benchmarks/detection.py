@@ -119,7 +119,7 @@ class Known:
     def count(self, counts: Counts, analysis: Analysis) -> None:
         """Revisits against the truth; nearer recalls may be flagged or not."""
         summary = analysis.summary
-        first = summary["length"] - summary["steps"]
+        first = summary["length"] - summary["steps"] - summary["missing_steps"]
         known = self.wanted or {}
         far = {step for step, distance in known.items() if step >= first and distance > summary["window"]}
         counts.add(set(analysis.revisits["position"]), far, known.keys() - far, summary["steps"])

@@ -15,7 +15,7 @@ import pandas as pd
 from beaconscope.analyze.options import AnalyzeOptions
 from beaconscope.files import whole_file
 
-SCHEMA_VERSION = "1.0"
+SCHEMA_VERSION = "1.1"
 """Of the JSON; ``docs/analysis.md`` specifies it. A minor version adds keys, a major one changes them."""
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from beaconscope.kv.rotary import Rotary
+from beaconscope.kv.step import usable
 from beaconscope.trace import HeadTrace, Trace
 from beaconscope.trace.facts import attention_of, rotary_of
 
@@ -58,16 +59,17 @@ def layer_rotary(trace: Trace, layer: int) -> Rotary | None:
 class HeadAttention:
     """The attention of the G query heads of one KV head. T positions.
 
-    Queries and keys that are not finite are missing; ``missing`` counts both. A missing key is never attended to. A
-    missing query, and one that sees missing keys only, has no attention: its rows are nan.
+    Queries and keys that are not finite (or too large to be multiplied) are missing; ``missing`` counts both. A missing
+    key is never attended to. A missing query, and one that sees missing keys only, has no attention: its rows are nan.
     """
 
     def __init__(self, head: HeadTrace, facts: LayerFacts, evicted_at: npt.NDArray[np.int64] | None = None) -> None:
         query = torch.from_numpy(np.asarray(head.query, np.float32).copy()).transpose(0, 1).contiguous()  # [G, T, D]
         key = torch.from_numpy(np.asarray(head.key, np.float32).copy())  # [T, D]
-        self.missing_query = ~query.isfinite().all(dim=-1)  # [G, T]
-        self.missing_key = ~key.isfinite().all(dim=-1)  # [T]
-        self.missing = int(self.missing_query.sum() + self.missing_key.sum())
+        self.missing_query = ~usable(query)  # [G, T]
+        self.missing_key = ~usable(key)  # [T]
+        self.missing = (int(self.missing_query.sum()), int(self.missing_key.sum()))
+        """Queries and keys that are missing."""
         query[self.missing_query] = 0.0
         key[self.missing_key] = 0.0
         self._query = query * facts.scaling

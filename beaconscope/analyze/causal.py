@@ -144,13 +144,7 @@ def long_range_gain(
             cache.crop(start - stop)  # negative: how many of the last tokens go
         seeing = _feed(model, cache, views, token_id, start, stop)
         for logits in (seeing,) if blind is None else (seeing, blind):
-            finite = finite_logits(logits).tolist()
-            if not all(finite):
-                fed = start + finite.index(False) + 1
-                raise BeaconScopeError(
-                    f"the model's logits are not finite after {fed} of {length} tokens: "
-                    f"{explain_not_finite(model, token_id[:fed].tolist())}"
-                )
+            _check_finite(model, logits, token_id, start)
         if count:
             with_all = _logprob(seeing, written)
             rows = slice(start, start + count)
@@ -194,7 +188,7 @@ def _views(model: PreTrainedModel, token_id: Tensor) -> dict[str, int | None]:
 
 
 def _check_masks(model: PreTrainedModel, views: dict[str, int | None], token_id: Tensor) -> None:
-    """Refuse a model that, given masks of its own kind from outside, computes something else."""
+    """Refuse a model that, given masks of its own kind from outside, computes something else, or nothing finite."""
     shortest = min((window for window in views.values() if window is not None), default=0)
     text = token_id[: max(_CHECKED, min(2 * shortest, _CHECKED_MOST))]
     try:
@@ -205,6 +199,7 @@ def _check_masks(model: PreTrainedModel, views: dict[str, int | None], token_id:
         apart = math.inf
     else:
         theirs = model(input_ids=text[None].to(model.device), use_cache=False).logits[0]
+        _check_finite(model, theirs, token_id, 0)
         apart = _probability_difference(ours, theirs)
         blind = _feed(model, DynamicCache(), views, text, 0, len(text), torch.eye(len(text), dtype=torch.bool))
         if _probability_difference(blind, theirs) == 0:  # whatever it is given, it sees everything
@@ -213,6 +208,17 @@ def _check_masks(model: PreTrainedModel, views: dict[str, int | None], token_id:
         raise BeaconScopeError(
             f"{type(model).__name__} does not take masks that say what its layers see, so no step can be blinded; drop "
             "--causal"
+        )
+
+
+def _check_finite(model: PreTrainedModel, logits: Tensor, token_id: Tensor, start: int) -> None:
+    """Refuse logits [b, V] of the tokens from ``start`` on that are not finite, and name the layer."""
+    finite = finite_logits(logits).tolist()
+    if not all(finite):
+        fed = start + finite.index(False) + 1
+        raise BeaconScopeError(
+            f"the model's logits are not finite after {fed} of {len(token_id)} tokens: "
+            f"{explain_not_finite(model, token_id[:fed].tolist())}"
         )
 
 

@@ -47,7 +47,7 @@ class Comparison:
     """What several traces have in common. Traces are numbered from 0 in the order given."""
 
     traces: list[dict[str, Any]]
-    """Of each trace: its length, revisits, their rate, heads with a part in them, verdict."""
+    """Of each trace: its length, revisits, their rate, heads with a part in them, verdict, what is not finite."""
     pairs: list[dict[str, Any]]
     """Of each two traces: shared heads and clusters."""
     matches: list[dict[str, Any]]
@@ -85,6 +85,9 @@ def compare(traces: Sequence[Trace], analyses: Sequence[Analysis]) -> Comparison
                 "model": analysis.summary["model"],
                 "length": analysis.summary["length"],
                 "steps": analysis.summary["steps"],
+                "missing_steps": analysis.summary["missing_steps"],
+                "missing_vectors": analysis.summary["missing_vectors"],
+                "missing": analysis.summary["missing"],
                 "revisits": analysis.summary["revisits"],
                 "revisit_rate": analysis.summary["revisit_rate"],
                 "revisiting_heads": int((heads["kind"] == "revisiting").sum()),
@@ -110,8 +113,10 @@ def _pair(analyses: Sequence[Analysis], first: int, second: int, matches: list[d
     mine, other = a.loc[shared, "kind"] == "revisiting", b.loc[shared, "kind"] == "revisiting"
     either = int((mine | other).sum())
     comparable = bool(mine.any() and other.any())
-    rates = a.loc[shared, "event_rate"].to_numpy(), b.loc[shared, "event_rate"].to_numpy()
-    varied = len(shared) > 2 and all(np.isfinite(rate).all() and np.ptp(rate) > 0 for rate in rates)
+    rates = np.stack([table.loc[shared, "event_rate"].to_numpy() for table in (a, b)])
+    # Of a head whose queries are not finite no rate is known.
+    rates = rates[:, np.isfinite(rates).all(axis=0)]
+    varied = rates.shape[1] > 2 and bool((np.ptp(rates, axis=1) > 0).all())
     # Before the rotary embedding where there is one: after it, positions decide.
     space = "pre-rope" if any(match["space"] == "pre-rope" for match in matches) else "post-rope"
     rows = [match for match in matches if match["space"] == space]

@@ -47,7 +47,7 @@ def retrieval_score(top: npt.NDArray[np.int64], token_id: npt.NDArray[np.int64],
     Parameters
     ----------
     top
-        Most attended position of each step, [T]; -1 where unknown.
+        Most attended position of each step, [T]; -1 where unknown, which counts for neither.
     token_id
         [T].
     first_step
@@ -67,9 +67,9 @@ def retrieval_score(top: npt.NDArray[np.int64], token_id: npt.NDArray[np.int64],
         first_seen.setdefault(token, position)
     for step in range(first_step, len(token_id) - 1):
         token, at = int(token_id[step + 1]), int(top[step])
-        if first_seen[token] < step - window:
+        if at >= 0 and first_seen[token] < step - window:
             could.add(token)
-            if 0 <= at < step - window and token_id[at] == token:
+            if at < step - window and token_id[at] == token:
                 did.add(token)
     return len(did) / len(could) if could else float("nan")
 
@@ -91,8 +91,9 @@ def head_row(
         "layer": layer,
         "kv_head": kv_head,
         "query_head": group,
+        "steps": len(known),
         "events": events,
-        "event_rate": events / len(steps) if len(steps) else float("nan"),
+        "event_rate": events / len(known) if len(known) else float("nan"),
         "distant_share": float(np.median(known)) if len(known) else float("nan"),
         "kurtosis": vertical_kurtosis(scanned.vertical[group]),
         "retrieval": retrieval_score(scanned.top[group], token_id, steps.start, window),

@@ -16,6 +16,7 @@ significant. The third way to be a revisit needs no company, for models in which
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -31,11 +32,11 @@ class Revisits:
     first_step: int
     heads: npt.NDArray[np.int64]  # [N], query heads that look back
     agree: npt.NDArray[np.int64]  # [N], most of them that look at one place
-    p: npt.NDArray[np.float64]  # [N]
+    p: npt.NDArray[np.float64]  # [N], nan for a step that is not known
     q: npt.NDArray[np.float64]  # [N], adjusted for the false discovery rate
     lone: npt.NDArray[np.bool_]  # [N], one head looks back hard, and that is rare
     lone_rate: float
-    """Share of steps with such a look, before it is asked whether that is rare; nan without steps."""
+    """Share of known steps with such a look, before it is asked whether that is rare; nan without steps."""
     flagged: npt.NDArray[np.bool_]  # [N], revisits
     reason: npt.NDArray[np.str_]  # [N], ``together``, ``agree``, ``alone`` or empty
 
@@ -52,6 +53,7 @@ def find_revisits(
     strong: npt.NDArray[np.bool_],
     steps: range,
     options: AnalyzeOptions,
+    known: npt.NDArray[np.bool_] | None = None,
 ) -> Revisits:
     """Find the revisits among ``steps``.
 
@@ -64,13 +66,49 @@ def find_revisits(
         The positions that were looked at.
     options
         Thresholds and seed.
+    known
+        Which steps are known of all heads, [N]; None for all steps. The others are left out, as if the known steps
+        followed on each other: what a head may have looked at there would count as a step without a look.
     """
-    count = len(steps)
+    known = np.ones(len(steps), np.bool_) if known is None else known
+    number = np.cumsum(known) - 1  # of each step among the known ones
+    there = known[step - steps.start]
+    found = _revisits_of(
+        head[there], number[step[there] - steps.start], center[there], strong[there], int(known.sum()), options
+    )
+
+    def spread(values: npt.NDArray[Any], empty: Any) -> npt.NDArray[Any]:
+        """The values of known steps at all steps."""
+        whole = np.full(len(known), empty, values.dtype)
+        whole[known] = values
+        return whole
+
+    return Revisits(
+        steps.start,
+        spread(found.heads, 0),
+        spread(found.agree, 0),
+        spread(found.p, np.nan),
+        spread(found.q, np.nan),
+        spread(found.lone, False),
+        found.lone_rate,
+        spread(found.flagged, False),
+        spread(found.reason, ""),
+    )
+
+
+def _revisits_of(
+    head: npt.NDArray[np.int64],
+    at: npt.NDArray[np.int64],
+    center: npt.NDArray[np.int64],
+    strong: npt.NDArray[np.bool_],
+    count: int,
+    options: AnalyzeOptions,
+) -> Revisits:
+    """The revisits among ``count`` steps that are all known, numbered from 0; ``at`` is the step of each query."""
     if count == 0:
         none = np.zeros(0)
         whole, boolean = none.astype(np.int64), none.astype(np.bool_)
-        return Revisits(steps.start, whole, whole, none, none, boolean, np.nan, boolean, none.astype(np.str_))
-    at = step - steps.start
+        return Revisits(0, whole, whole, none, none, boolean, np.nan, boolean, none.astype(np.str_))
     heads = np.bincount(at, minlength=count)
     agree = _agreement(at, center, count, options.agree_within)
     rates = np.bincount(np.unique(head, return_inverse=True)[1]) / count if len(head) else np.zeros(0)
@@ -85,7 +123,7 @@ def find_revisits(
     if lone_rate > options.lone_rate:
         lone[:] = False
     reason = np.where(significant, np.where(p_agree < p_together, "agree", "together"), np.where(lone, "alone", ""))
-    return Revisits(steps.start, heads, agree, p, q, lone, lone_rate, significant | lone, reason)
+    return Revisits(0, heads, agree, p, q, lone, lone_rate, significant | lone, reason)
 
 
 def _tail(rates: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

@@ -49,7 +49,10 @@ class _Sums:
     events: list[Events] = field(default_factory=list)
     head_of: list[npt.NDArray[np.int64]] = field(default_factory=list)  # index into heads of each event
     evicted: dict[tuple[int, int], npt.NDArray[np.int64]] = field(default_factory=dict)
-    missing: int = 0
+    missing: list[dict[str, int]] = field(default_factory=list)
+    """KV heads with queries or keys that are not finite, and how many."""
+    known_heads: int = 0
+    """Query heads of which at least one step is known."""
     assumed: bool = False
 
 
@@ -106,7 +109,9 @@ def analyze(
         head_of = np.concatenate(sums.head_of) if sums.head_of else np.zeros(0, np.int64)
         strong = (events.share >= options.lone_share) & (events.mass >= options.lone_share / 2)
         strong &= events.width <= options.lone_focus
-        revisits = find_revisits(head_of, events.step, events.center, strong, steps, options)
+        # Heads that are not known at a step would count as heads that do not look back.
+        known = (sums.share_count[steps.start : steps.stop] == sums.known_heads) & (sums.known_heads > 0)
+        revisits = find_revisits(head_of, events.step, events.center, strong, steps, options, known)
         heads = _head_frame(sums, events, head_of, revisits, options)
         clusters, sweep = cluster_rows(pool, trace, heads, events, head_of, revisits, first, options)
     tokens = _token_frame(frame, text, sums, revisits)
@@ -125,7 +130,8 @@ def analyze(
         "layers": sorted({layer for layer, _ in chosen}),
         "sentences": len(sentences),
         "window": window,
-        "steps": len(steps),
+        "steps": int(known.sum()),
+        "missing_steps": int((~known).sum()),
         "attention": "computed from the recorded queries and keys over "
         + (
             "everything recorded, as a full cache would attend"
@@ -134,15 +140,16 @@ def analyze(
         ),
         "recorded_attention": trace.attention_over,
         "attention_assumed": sums.assumed,
-        "missing_vectors": sums.missing,
+        "missing_vectors": sum(head["queries"] + head["keys"] for head in sums.missing),
+        "missing": sums.missing,
         "global_queries": len(events),
         "revisits": int(revisits.flagged.sum()),
-        "revisit_rate": float(revisits.flagged.mean()) if len(steps) else None,
+        "revisit_rate": float(revisits.flagged.sum() / known.sum()) if known.any() else None,
         "reasons": {
             name: int((revisits.reason[revisits.flagged] == name).sum()) for name in ("together", "agree", "alone")
         },
         "lone_rate": revisits.lone_rate,
-        "lone_counted": len(steps) > 0 and revisits.lone_rate <= options.lone_rate,
+        "lone_counted": bool(known.any()) and revisits.lone_rate <= options.lone_rate,
         "sinks": _common_sinks(sums.heads),
         "periods": {
             period: int(targets.loc[targets["period"] == period, "position"].nunique())
@@ -196,7 +203,8 @@ class _OfHead:
     rows: list[dict[str, Any]]  # [G]
     events: Events
     evicted: npt.NDArray[np.int64] | None  # [T]
-    missing: int
+    missing: tuple[int, int]
+    known_heads: int
     assumed: bool
 
 
@@ -217,7 +225,12 @@ def _gather(
     )
     each = partial(_of_head, trace, options, text, window, steps)
     for done, (head, found) in enumerate(zip(chosen, pool.map(each, chosen), strict=True)):
-        sums.missing += found.missing
+        if any(found.missing):
+            layer, kv_head = head
+            sums.missing.append(
+                {"layer": layer, "kv_head": kv_head, "queries": found.missing[0], "keys": found.missing[1]}
+            )
+        sums.known_heads += found.known_heads
         sums.assumed |= found.assumed
         if found.evicted is not None:
             sums.evicted[head] = found.evicted
@@ -266,6 +279,7 @@ def _of_head(
         events=events,
         evicted=gone,
         missing=attention.missing,
+        known_heads=int(known[:, steps.start : steps.stop].any(axis=1).sum()),
         assumed=facts.assumed,
     )
 
@@ -278,7 +292,8 @@ def _token_frame(frame: pd.DataFrame, text: Text, sums: _Sums, revisits: Revisit
     tokens["sentence"] = text.sentences.of
     with np.errstate(invalid="ignore", divide="ignore"):
         tokens["distant_share"] = sums.share_sum / sums.share_count
-    tokens["distant_share_max"] = sums.share_max
+    there = sums.share_count > 0
+    tokens["distant_share_max"] = np.where(there, sums.share_max, np.nan)
     steps = slice(revisits.first_step, revisits.first_step + len(revisits.flagged))
     for name, value, empty in (
         ("global_heads", revisits.heads, 0),
@@ -292,7 +307,7 @@ def _token_frame(frame: pd.DataFrame, text: Text, sums: _Sums, revisits: Revisit
         column[steps] = value
         tokens[name] = column
     lost = np.where(sums.distant > 0, sums.lost / np.maximum(sums.distant, 1e-30), 0.0)
-    tokens["lost_share"] = lost if sums.evicted else np.nan
+    tokens["lost_share"] = np.where(there, lost, np.nan) if sums.evicted else np.nan
     return tokens
 
 
@@ -352,7 +367,9 @@ def _head_frame(
     # A head has a part in revisits if it fires in a twentieth of them, and twice at least.
     revisiting = part >= np.maximum(2, 0.05 * count)
     long_range = heads["distant_share"].to_numpy() >= options.min_share
-    heads["kind"] = np.where(revisiting, "revisiting", np.where(long_range, "long-range", "local"))
+    kind = np.where(revisiting, "revisiting", np.where(long_range, "long-range", "local"))
+    missing = (heads["steps"] == 0) & (len(revisits.flagged) > 0)
+    heads["kind"] = np.where(missing, "unknown", kind)
     order = heads["kurtosis"].rank(ascending=False, method="first")
     heads["receiver"] = (order <= RECEIVERS) & heads["kurtosis"].notna()
     heads["retrieves"] = heads["retrieval"].fillna(0) > RETRIEVES

@@ -24,7 +24,7 @@ def judge(summary: dict[str, Any], clusters: pd.DataFrame, *, asked: bool = True
     Parameters
     ----------
     summary
-        Of the analysis: ``steps``, ``revisits`` and ``window``.
+        Of the analysis: ``steps``, ``missing_steps``, ``revisits`` and ``window``.
     clusters
         One row per clustered query head and space.
     asked
@@ -56,6 +56,12 @@ def judge(summary: dict[str, Any], clusters: pd.DataFrame, *, asked: bool = True
             "text": f"Not asked: {revisits} revisits found, and no query head's queries were to be clustered "
             "(cluster_heads is 0).",
             "would_change": "cluster_heads of 1 or more",
+        }
+    if summary["steps"] == 0 and summary["missing_steps"]:
+        return result | {
+            "answer": "not enough",
+            "text": "Not enough to tell: no step is known of all heads, because queries or keys are not finite.",
+            "would_change": "a recording that is finite, made with --dtype bfloat16 where the model ran in float16",
         }
     if summary["steps"] == 0:
         return result | {

@@ -17,6 +17,8 @@ from beaconscope.cli.terminal import printable
 
 _WIDTH = 80
 _NAME_WIDTH = 24
+_NAMED = 6
+"""KV heads that a line names."""
 _TEXT_WIDTH = 24
 """Of a column of text that is not the last."""
 
@@ -146,6 +148,9 @@ def show_comparison(compared: Comparison, top: int) -> None:
     )  # fmt: skip
     _section(console, "Verdict")
     console.print(Text(compared.text))
+    for row in compared.traces:
+        if row["missing_vectors"]:
+            console.print(Text(f"{printable(Path(row['trace']).name)}: {_missing(row)}"))
 
 
 def _summary_lines(analysis: Analysis) -> list[str]:
@@ -168,12 +173,25 @@ def _summary_lines(analysis: Analysis) -> list[str]:
             f"Looks back by one head alone happen at {100 * summary['lone_rate']:.0f} % of steps: taken as noise."
         )
     if summary["missing_vectors"]:
-        lines.append(f"{summary['missing_vectors']:,} queries or keys are not finite and were left out as missing.")
+        lines.append(_missing(summary))
     if summary["attention_assumed"]:
         lines.append("The trace does not say how its layers scale attention; the usual scale is assumed.")
     if not summary["whole"]:
         lines.append("The recording was cut short.")
     return lines
+
+
+def _missing(summary: dict[str, Any]) -> str:
+    """What is left out because it is not finite."""
+    heads = summary["missing"]
+    named = [f"layer {head['layer']} head {head['kv_head']} ({head['queries'] + head['keys']:,})" for head in heads]
+    if len(named) > _NAMED:
+        named[_NAMED - 1 :] = [f"{len(named) - _NAMED + 1} more"]
+    text = f"{_count(summary['missing_vectors'], 'query or key', 'queries or keys')} not finite and left out: "
+    text += f"{', '.join(named)}."
+    if summary["missing_steps"]:
+        text += f" {_count(summary['missing_steps'], 'step')} left out, at which some head is not known."
+    return text
 
 
 def _clusters(console: Console, analysis: Analysis, top: int) -> None:
@@ -318,8 +336,8 @@ def _end(name: str) -> str:
     return name if len(name) <= _NAME_WIDTH else "…" + name[1 - _NAME_WIDTH :]
 
 
-def _count(number: int, thing: str) -> str:
-    return f"{number:,} {thing}{'' if number == 1 else 's'}"
+def _count(number: int, thing: str, things: str | None = None) -> str:
+    return f"{number:,} {thing if number == 1 else things or f'{thing}s'}"
 
 
 def _number(value: Any, digits: int) -> str:

@@ -183,7 +183,7 @@ def _agreement(trace: Trace, analysis: dict[str, Any]) -> str:
 
     summary = analysis["summary"]
     found = [row["position"] for row in analysis["revisits"]]
-    first = summary["length"] - summary["steps"]
+    first = summary["length"] - summary["steps"] - summary["missing_steps"]
     seen = agreement(truth(trace), found, window=summary["window"], first=first)
     return (
         f"{len(found)} found: {seen.right} of the {seen.wanted} looks that the task has farther back than "

@@ -95,8 +95,7 @@ def record(
         list[str] | None,
         typer.Option(
             metavar="KEY=VALUE",
-            help="Variable of the chat template, such as enable_thinking=false; VALUE is JSON, or else text. "
-            "May be given several times.",
+            help="Variable of the chat template, such as enable_thinking=false; VALUE is JSON, or else text.",
             rich_help_panel=PROMPT,
         ),
     ] = None,

@@ -96,6 +96,7 @@ class CompressedCache(TappedCache):
         self._prompt: int | None = None  # columns of the prompt, where somebody told
         self._asked = False  # for its length, since the last pass
         self._last_fed: Tensor | None = None  # ids of the last pass, [B, T]
+        self._position_ids: Tensor | None = None  # of the last pass, [B or 1, T]
         super().__init__(layers=self._new_layers())
         self._model = weakref.ref(tapped.model)
         watch(tapped.model, self)
@@ -196,9 +197,9 @@ class CompressedCache(TappedCache):
         """Say, before the first pass, how many tokens the prompt has, padding included; else it is the first pass."""
         self._prompt = columns
 
-    def fed(self, tokens: Tensor | None) -> None:
+    def fed(self, tokens: Tensor | None, position_ids: Tensor | None) -> None:
         """See :class:`~beaconscope.models.hooks.TappedCache`."""
-        self._asked, self._last_fed = False, tokens
+        self._asked, self._last_fed, self._position_ids = False, tokens, position_ids
         if self._token_kinds is not None and tokens is not None:
             self._token_kinds = self._token_kinds.to(tokens.device)
             self._kinds = self._token_kinds[tokens]
@@ -224,6 +225,11 @@ class CompressedCache(TappedCache):
         """Tokens seen, padding included."""
         self._asked = True
         return super().get_seq_length(layer_idx)
+
+    def _positions(self, call: LayerCall) -> Tensor | None:
+        """Return the positions of a pass, [B or 1, T], where known; not every model hands them to its layers."""
+        given = self._position_ids if call.position_ids is None else call.position_ids
+        return given if given is not None and given.dim() == 2 else None
 
     def begin(self, call: LayerCall) -> None:
         """See :class:`~beaconscope.models.hooks.TappedCache`."""
@@ -262,7 +268,7 @@ class CompressedCache(TappedCache):
             return mask
         if not layer.lanes:
             if not self._rows:
-                self._rows = _rows_by_length(call, query.shape[0], tokens)
+                self._rows = _rows_by_length(self._positions(call), query.shape[0], tokens)
             self._check_length(call.layer, max(tokens - rows.padding for rows in self._rows))
             if layer is self.compressed_layers[0]:
                 self._check_padding(mask, tokens, query.shape[0])
@@ -296,7 +302,7 @@ class CompressedCache(TappedCache):
             layer.absorb(query, attention.key, attention.value, heads, options, self._kinds)
             return
         if not self._rows:
-            self._rows = _rows_by_length(call, b, t)
+            self._rows = _rows_by_length(self._positions(call), b, t)
         if self.observer is not None and self.observer.wants(call.layer):
             self._observe_sliding(call.layer, query, attention, layer, options)
 
@@ -375,9 +381,9 @@ class CompressedCache(TappedCache):
             raise BeaconScopeError(
                 "padding after the first pass cannot be compressed; feed turns of equal length, or one at a time"
             )
-        given = call.position_ids
+        given = self._positions(call)
         # A look at the numbers would make a GPU wait at every token.
-        if given is None or given.dim() != 2 or (tokens == 1 and given.device.type != "cpu"):
+        if given is None or (tokens == 1 and given.device.type != "cpu"):
             return
         for lane in layer.lanes:
             ends = given[:, -1] if given.shape[0] == 1 else lane.rows.take(given)[:, -1]
@@ -419,7 +425,7 @@ class CompressedCache(TappedCache):
         """Forget everything, for another generation."""
         self._rows = []
         self._called = None
-        self._kinds = self._prompt = self._last_fed = None
+        self._kinds = self._prompt = self._last_fed = self._position_ids = None
         self._asked = False
         self.layers = self._new_layers()
 
@@ -511,12 +517,11 @@ def _rotary_for(policy: Policy, info: LayerInfo, length: int | None) -> Rotary:
     return Rotary.none(info.key_size)
 
 
-def _rows_by_length(call: LayerCall, batch: int, tokens: int) -> list[Rows]:
+def _rows_by_length(position_ids: Tensor | None, batch: int, tokens: int) -> list[Rows]:
     """Group the sequences of a first pass by their padding, which their last position tells."""
-    if call.position_ids is None or (batch == 1 and call.position_ids.shape[0] == 1):
-        ends = [tokens - 1] * batch if call.position_ids is None else call.position_ids[:, -1].tolist()
-    else:
-        ends = call.position_ids.expand(batch, -1)[:, -1].tolist()
+    if position_ids is None:
+        return [Rows(None, batch, 0)]
+    ends = position_ids.expand(batch, -1)[:, -1].tolist()
     padding = [tokens - 1 - int(end) for end in ends]
     if min(padding) < 0:
         raise BeaconScopeError(
@@ -527,7 +532,7 @@ def _rows_by_length(call: LayerCall, batch: int, tokens: int) -> list[Rows]:
         return [Rows(None, batch, padding[0])]
     return [
         Rows(
-            torch.tensor([row for row in range(batch) if padding[row] == size], device=call.position_ids.device),  # type: ignore[union-attr]
+            torch.tensor([row for row in range(batch) if padding[row] == size], device=position_ids.device),
             padding.count(size),
             size,
         )

@@ -49,10 +49,10 @@ def explain_not_finite(model: PreTrainedModel, ids: Sequence[int]) -> str:
             if where is None
             else f"the first output that is not finite is that of {where}"
         )
-    except (MemoryError, RuntimeError) as error:
-        if not no_memory(error):
-            raise
-        found = "no memory is left to find the layer"
+    except (MemoryError, RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
+        # What stopped the model matters more than why this pass does not tell where.
+        reason = "no memory is left" if no_memory(error) else (str(error).strip().splitlines() or ["it fails"])[0]
+        found = f"the pass that would find the layer fails ({reason})"
     return f"{found}; {finite_remedy(model)}"
 
 

@@ -36,8 +36,16 @@ _ARGUMENT = "beaconscope_call"
 class TappedCache(Cache):
     """A cache that is told what was attended. Its methods are called in this order for each layer of a forward pass."""
 
-    def fed(self, tokens: Tensor | None) -> None:
-        """Before a forward pass: the ids of the new tokens, int64 [B, T]; None where their embeddings come instead."""
+    def fed(self, tokens: Tensor | None, position_ids: Tensor | None) -> None:
+        """Before a forward pass: what the model is given.
+
+        Parameters
+        ----------
+        tokens
+            Ids of the new tokens, int64 [B, T]; None where their embeddings come instead.
+        position_ids
+            Their positions, int64 [B or 1, T]; None where the model numbers them itself.
+        """
 
     def left_out(self, tokens: Tensor) -> None:
         """Before a forward pass of its model that is not given this cache, with ids int64 [B, T]."""
@@ -141,10 +149,11 @@ class _ModelHook:
         self.caches: weakref.WeakSet[TappedCache] = weakref.WeakSet()
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        tokens = _by_name(module, args, kwargs).get("input_ids")
+        given = _by_name(module, args, kwargs)
+        tokens = given.get("input_ids")
         cache = _tapped_cache(args, kwargs)
         if cache is not None:
-            cache.fed(tokens)
+            cache.fed(tokens, given.get("position_ids"))
         elif tokens is not None:
             for each in list(self.caches):
                 each.left_out(tokens)
@@ -230,10 +239,8 @@ def _tapped(backend: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
         if call is None:
             return run(module, query, key, value, attention_mask, **kwargs)
         mask = call.cache.mask_for(call, query, key, attention_mask)
-        if mask is not attention_mask and mask is not None and backend == "eager":
-            mask = torch.zeros(mask.shape, dtype=query.dtype, device=query.device).masked_fill(
-                ~mask, torch.finfo(query.dtype).min
-            )
+        if mask is not attention_mask and backend == "eager":
+            mask = _additive(mask, query, key)
         output, weights = run(module, query, key, value, mask, **kwargs)
         scaling = kwargs.get("scaling")
         call.cache.attended(
@@ -254,6 +261,15 @@ def _tapped(backend: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
         return output, weights
 
     return attention
+
+
+def _additive(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor:
+    """Return a mask, bool [B, 1, T, N] or None for all, as eager functions add it to their scores; some need one."""
+    if mask is None:
+        return query.new_zeros((1, 1, query.shape[2], key.shape[2]))
+    return torch.zeros(mask.shape, dtype=query.dtype, device=query.device).masked_fill(
+        ~mask, torch.finfo(query.dtype).min
+    )
 
 
 def _backend_function(backend: str, module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:

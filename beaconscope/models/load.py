@@ -41,9 +41,9 @@ BUNDLED_FOLDER = Path(__file__).resolve().parents[1] / "reasoner" / "model"
 _CLOSE = 0.8
 """Likeness from which on one name may be meant by another."""
 _FEWEST_TOKENS = 2
-"""Of a vocabulary that is one, special and added tokens apart."""
+"""Fewest tokens of a vocabulary; special and added tokens do not count."""
 _LONGEST_REASON = 300
-"""Letters of what the library says."""
+"""Characters that are quoted of an error of the library."""
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 Dtype = Literal["auto", "float32", "float16", "bfloat16"]
@@ -107,7 +107,7 @@ def load_tokenizer(options: LoadOptions) -> PreTrainedTokenizerBase:
     if "gguf_file" not in source.arguments:
         with _library_errors(source, options, "configuration"):
             config = AutoConfig.from_pretrained(source.path, **source.arguments)
-        _check_causal(options.model, config)
+        _check_config(options.model, config)
     with _library_errors(source, options, "tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(source.path, **source.arguments)
         # Where files are missing, transformers makes up a tokenizer that has special tokens only.
@@ -127,7 +127,7 @@ def load_model(options: LoadOptions, tokenizer: PreTrainedTokenizerBase | None =
     options
         Which, and how.
     tokenizer
-        Of the same model, from :func:`load_tokenizer`; loaded here by default.
+        Of the same model, from ``beaconscope.models.load_tokenizer``; loaded here by default.
 
     Raises
     ------
@@ -204,7 +204,7 @@ def pick_device(name: str) -> torch.device:
 
 @contextmanager
 def _library_errors(source: _Source, options: LoadOptions, part: _Part) -> Iterator[None]:
-    """Say in one line what the library has against a part of a model; it answers faults with errors of any kind."""
+    """Turn errors of the library about a part of a model into one line; they are of any type and length."""
     name = options.model
     try:
         yield
@@ -226,14 +226,13 @@ def _library_errors(source: _Source, options: LoadOptions, part: _Part) -> Itera
             ) from error
         if part == "tokenizer" and source.folder is not None and (lack := what_a_tokenizer_lacks(source.folder)):
             raise BeaconScopeError(f"the tokenizer of {name} {lack}") from error
-        # An OSError says that the hub has no such model, or cannot be reached.
-        what = f"the model {name}" if part == "model" or isinstance(error, OSError) else f"the {part} of {name}"
+        what = f"the {part} of {name}" if source.folder is not None and part != "model" else f"the model {name}"
         remedy = _remedy(error, source, options, part)
         raise BeaconScopeError(f"cannot load {what}: {_reason(error)}{remedy}") from error
 
 
 def _reason(error: Exception) -> str:
-    """What an error says, on one line that is not too long; its type where its text needs it."""
+    """Return the text of an error as one line of limited length, after its type where the text alone is unclear."""
     text = _ANSI.sub("", str(error))
     if not text or not isinstance(error, OSError | ValueError | RuntimeError | ImportError):
         text = f"{type(error).__name__}: {text}"
@@ -241,7 +240,7 @@ def _reason(error: Exception) -> str:
 
 
 def _remedy(error: Exception, source: _Source, options: LoadOptions, part: _Part) -> str:
-    """What to do about an error of the library, after a semicolon; empty where the error says it."""
+    """Return what to do about an error of the library, after a semicolon; empty if the error says it."""
     said = str(error)
     if _of_the_hub(error):
         return f"{_meant(Path(options.model))}; the bundled model needs no hub: --model {BUNDLED}"
@@ -294,13 +293,16 @@ def _meant(path: Path) -> str:
     return f"; did you mean {likely[close[0]]}?" if close else ""
 
 
-def _check_causal(model: str, config: PreTrainedConfig) -> None:
-    """Refuse a model that cannot write text token by token."""
+def _check_config(model: str, config: PreTrainedConfig) -> None:
+    """Refuse a model that cannot write text token by token, or has no layers."""
     own = getattr(config, "auto_map", None) or {}
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and "AutoModelForCausalLM" not in own:
         raise BeaconScopeError(
             f"{model} is not a causal language model (its model_type is {config.model_type}); give one that is"
         )
+    layers = getattr(config.get_text_config(decoder=True), "num_hidden_layers", None)
+    if isinstance(layers, int) and layers < 1:
+        raise BeaconScopeError(f"{model} has {layers} layers by its config.json; fetch it again")
 
 
 def _check_weights(model: str, found: Mapping[str, Any]) -> None:
@@ -333,6 +335,8 @@ def _locate(options: LoadOptions) -> _Source:
     arguments: dict[str, Any] = {"trust_remote_code": options.trust_remote_code}
     if options.revision is not None:
         arguments["revision"] = options.revision
+    if os.path.exists(path):
+        _check_encoding(path, name)
     if os.path.isdir(path):
         return _Source(str(path), arguments, path)
     if os.path.islink(path) and not os.path.exists(path):
@@ -351,6 +355,18 @@ def _locate(options: LoadOptions) -> _Source:
     if _hub_is_unknown():
         arguments["local_files_only"] = True
     return _Source(name, arguments, None)
+
+
+def _check_encoding(path: Path, name: str) -> None:
+    """Refuse a path that the libraries would not find: whatever the locale, they take paths for UTF-8."""
+    data = os.fsencode(path)
+    if data == str(path).encode("utf-8", "replace"):
+        return
+    try:
+        data.decode("utf-8")
+    except UnicodeDecodeError:
+        raise BeaconScopeError(f"the name of {name} is not UTF-8, which transformers needs; rename it") from None
+    raise BeaconScopeError(f"transformers cannot find {name} in this locale; set PYTHONUTF8=1 and run this again")
 
 
 def _check_gguf(path: Path, name: str) -> None:

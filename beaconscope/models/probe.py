@@ -16,14 +16,14 @@ recorded right or not at all.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from beaconscope.errors import BeaconScopeError
 from beaconscope.kv.rotary import Rotary
@@ -147,7 +147,22 @@ def probe(model: PreTrainedModel, backend: str, modules: Mapping[int, nn.Module]
                 finally:
                     model.set_attn_implementation(PREFIX + backend)
         seen = zip(positions, eager, native, unbounded, strict=True)
-        return tuple(_layer_info(model, *of_layer, bounds) for of_layer in seen)
+        infos = tuple(_layer_info(model, *of_layer, bounds) for of_layer in seen)
+    _check_own_cache(model, infos)
+    return infos
+
+
+def _check_own_cache(model: PreTrainedModel, infos: Sequence[LayerInfo]) -> None:
+    """Refuse a model whose own cache forgets what its masks let it see, so that ``generate`` is not its forward."""
+    context = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    for info, layer in zip(infos, DynamicCache(config=model.config).layers, strict=False):
+        kept = getattr(layer, "sliding_window", None) if getattr(layer, "is_sliding", False) else None
+        if kept is None or info.sees_all_of is not None or (context is not None and kept >= context):
+            continue
+        raise BeaconScopeError(
+            f"layer {info.layer} of {type(model).__name__} sees everything by its mask, but transformers' cache keeps "
+            f"only {kept} positions for it, so what it does depends on the cache and cannot be recorded"
+        )
 
 
 def _feed_positions(model: PreTrainedModel, modules: Mapping[int, nn.Module]) -> list[_Seen]:

@@ -82,7 +82,7 @@ def _candidates(
     if handed is not None:
         yield from _from_function(module, handed, positions, model, size)
     dtype = torch.float32 if handed is None else handed[0].dtype
-    for inv_freq, scaling, limit in _frequencies(model):
+    for inv_freq, scaling, limit in (*_frequencies(model), *_conventional(module)):
         rotated = 2 * len(inv_freq)
         if rotated > size:
             continue
@@ -184,10 +184,18 @@ def _frequencies(model: nn.Module) -> list[tuple[Tensor, float, int | None]]:
         kind = getattr(owner, f"{prefix}rope_type", None) or getattr(owner, "rope_type", "default")
         if isinstance(kind, dict):
             kind = kind.get(prefix.rstrip("_"), "default")
-        limit = _original_context(owner, model) if kind in ("dynamic", "longrope") else None
+        limit = _switch(owner, model, kind, prefix.rstrip("_"))
         # A copy: dynamic rotary changes its buffer as a sequence grows.
         found.append((buffer.detach().float().cpu().clone(), scaling, limit))
     return found
+
+
+def _conventional(module: nn.Module) -> list[tuple[Tensor, float, int | None]]:
+    """Return the frequencies, to base 10,000, of a layer that keeps sines and cosines in a table (GPT-J, CodeGen)."""
+    rotated = getattr(module, "rotary_dim", None)
+    if not isinstance(rotated, int) or rotated < 2:
+        return []
+    return [(1.0 / 10_000.0 ** (torch.arange(0, rotated, 2).float() / rotated), 1.0, None)]
 
 
 def _made_of(cos: Tensor, inv_freq: Tensor, scaling: float, positions: Tensor) -> bool:
@@ -197,15 +205,19 @@ def _made_of(cos: Tensor, inv_freq: Tensor, scaling: float, positions: Tensor) -
     return given.shape == expected.shape and torch.allclose(expected, given, atol=1e-2)
 
 
-def _original_context(owner: nn.Module, model: nn.Module) -> int | None:
+def _switch(owner: nn.Module, model: nn.Module, kind: Any, layer_type: str) -> int | None:
+    """Return the tokens past which a rotary module changes its frequencies; None where it never does."""
     config: Any = getattr(owner, "config", getattr(model, "config", None))
-    scaling = getattr(config, "rope_parameters", None) or {}
-    length = scaling.get("original_max_position_embeddings") if isinstance(scaling, dict) else None
-    return (
-        length
-        or getattr(config, "original_max_position_embeddings", None)
-        or getattr(config, "max_position_embeddings", None)
-    )
+    context: int | None = getattr(config, "max_position_embeddings", None)
+    if kind == "dynamic":
+        known: int | None = getattr(owner, "original_max_seq_len", context)
+        return known
+    if kind != "longrope":
+        return None
+    parameters = getattr(config, "rope_parameters", None) or {}
+    parameters = parameters.get(layer_type, parameters)
+    length: int | None = parameters.get("original_max_position_embeddings") if isinstance(parameters, dict) else None
+    return length or getattr(config, "original_max_position_embeddings", None) or context
 
 
 def _agrees(

@@ -405,7 +405,7 @@ def main() -> None:
     text = json.dumps(result, indent=2)
     print(text)
     if options.output:
-        options.output.write_text(text + "\n")
+        options.output.write_text(text + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

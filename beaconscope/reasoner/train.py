@@ -355,7 +355,7 @@ def train(recipe: Recipe, out: Path, *, resume: bool = False, compiled: bool = T
 
     begin = saved_at = time.monotonic()
     before = state["seconds"]
-    with (out / "curve.jsonl").open("a" if resume else "w") as curve:
+    with (out / "curve.jsonl").open("a" if resume else "w", encoding="utf-8") as curve:
         while state["stage"] < len(STAGES) and state["step"] < recipe.most_steps:
             size = _draw_size(state["stage"], rng)
             length = size.prompt_length + size.trace_length
@@ -442,8 +442,8 @@ def export(checkpoint: Path, recipe: Recipe, folder: Path) -> None:
     generation.update(do_sample=False)
     probed.model.save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
-    curve = (checkpoint.parent / "curve.jsonl").read_text().splitlines()
-    (folder / "curve.jsonl").write_text("\n".join(curve) + "\n")
+    curve = (checkpoint.parent / "curve.jsonl").read_text(encoding="utf-8").splitlines()
+    (folder / "curve.jsonl").write_text("\n".join(curve) + "\n", encoding="utf-8")
     record = {
         "licence": "Apache-2.0",
         "recipe": asdict(recipe),
@@ -457,7 +457,7 @@ def export(checkpoint: Path, recipe: Recipe, folder: Path) -> None:
         "sha256": {"model.safetensors": hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()},
         "last": json.loads(curve[-1]),
     }
-    (folder / "training.json").write_text(json.dumps(record, indent=2) + "\n")
+    (folder / "training.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
 
 def quick(out: Path, seed: int) -> tuple[float, float]:
@@ -469,7 +469,7 @@ def quick(out: Path, seed: int) -> tuple[float, float]:
         The loss of the first and of the last logged step.
     """
     train(Recipe(most_steps=50, seed=seed, warmup=10, batch_scale=0.25), out, compiled=False)
-    curve = [json.loads(line) for line in (out / "curve.jsonl").read_text().splitlines()]
+    curve = [json.loads(line) for line in (out / "curve.jsonl").read_text(encoding="utf-8").splitlines()]
     return curve[0]["loss"], curve[-1]["loss"]
 
 
@@ -497,7 +497,7 @@ def main() -> None:
     folder = options.out / "model"
     export(checkpoint, recipe, folder)
     result = evaluate(folder, list(SIZES), count=500, control=200, traces=20, seed=1_000_000)
-    (folder / "evaluation.json").write_text(json.dumps(result, indent=2) + "\n")
+    (folder / "evaluation.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     print(f"Wrote {folder}")
 
 

@@ -163,8 +163,9 @@ class RecordOptions:
         if self.raw and self.template_options:
             raise UsageError("options of the chat template need the template; leave out --template-option or --raw")
         object.__setattr__(self, "template_options", _checked_template_options(self.template_options))
-        for name in ("system", "completion", "think_open", "think_close"):
-            check_unicode(getattr(self, name) or "", name.replace("_", " "))
+        check_unicode(self.system or "", "system message")
+        check_unicode(self.completion or "", "completion")
+        check_unicode(self.think_open + self.think_close, "think markers")
         if not self.think_open or not self.think_close:
             raise UsageError("the think markers must not be empty; give --think-open and --think-close a text")
 
@@ -203,7 +204,7 @@ def check_unicode(text: str, what: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise UsageError(f"the {what} holds half of a surrogate pair; give valid Unicode") from None
+        raise UsageError(f"half of a surrogate pair is in the {what}; give valid Unicode") from None
 
 
 def with_shadow(options: RecordOptions) -> RecordOptions:

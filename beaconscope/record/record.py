@@ -193,6 +193,7 @@ class _Job:
         texts = [_Text(prompt, encode_prompt(self._tokenizer, prompt.prompt, self.options)) for prompt in prompts]
         given = prompts[0].completion
         forced = None if given is None else encode_completion(self._tokenizer, given)
+        self._check_vocabulary([*(text.ids for text in texts), forced or []])
         if self.options.prefill_chunk is not None and len({len(text.ids) for text in texts}) > 1:
             raise UsageError("prompts of different lengths cannot be fed in chunks together; give --batch-size 1")
         self._warn_of_unknown(prompts, given)
@@ -256,6 +257,17 @@ class _Job:
         if not interrupted:
             self._note_cache(prompts, run)
         return interrupted
+
+    def _check_vocabulary(self, texts: Sequence[Sequence[int]]) -> None:
+        """Refuse tokens that the model has no embedding of."""
+        embeddings = self._tapped.model.get_input_embeddings().weight
+        assert isinstance(embeddings, torch.Tensor)
+        last = max(max(ids, default=0) for ids in texts)
+        if last >= len(embeddings):
+            raise BeaconScopeError(
+                f"the tokenizer has token {last} ({self._tokenizer.convert_ids_to_tokens(last)}), and the model only "
+                f"{len(embeddings)} tokens; give the model its own tokenizer"
+            )
 
     def _warn_of_unknown(self, prompts: Sequence[Prompt], completion: str | None) -> None:
         """Say when texts have tokens that the model does not know."""

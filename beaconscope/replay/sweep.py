@@ -21,7 +21,7 @@ import torch
 
 from beaconscope.engines import Engine, WorkersDied, run_tasks
 from beaconscope.errors import BeaconScopeError
-from beaconscope.files import whole_file
+from beaconscope.files import valid_unicode, whole_file
 from beaconscope.kv.policies import Policy
 from beaconscope.progress import Progress
 from beaconscope.replay.grid import label
@@ -31,6 +31,9 @@ from beaconscope.replay.measure import HeadMeasures, MeasureOptions, measure_hea
 from beaconscope.replay.simulate import timed_simulation
 from beaconscope.trace import Trace, load_trace
 from beaconscope.trace.facts import attention_of
+
+_FORMAT = 2
+"""Of what a job finds; parts of another format are not taken up by a sweep that goes on."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,7 @@ class Job:
 
         described = {
             "version": __version__,  # another version may keep otherwise
+            "format": _FORMAT,
             "recording": load_trace(Path(self.folder, self.path)).metadata["recording_id"],
             "layer": self.layer,
             "kv_heads": self.kv_heads,
@@ -162,7 +166,7 @@ def run_job(job: Job) -> Found:
         until = data.known_until(None if together else number)
         measured = measure_head(data, number, kept, job.options, revisits, until)
         for setting, policy in enumerate(job.settings):
-            row = {"trace": str(job.path), "layer": job.layer, "kv_head": head, **_describe(policy)}
+            row = {"trace": valid_unicode(job.path), "layer": job.layer, "kv_head": head, **_describe(policy)}
             rows.append(
                 row
                 | _means(measured, setting, revisits)
@@ -258,7 +262,9 @@ class Parts:
         found = []
         for kind in ("settings", "tokens"):
             try:
-                found.append(pd.read_parquet(self.folder / f"{name}.{kind}.parquet"))
+                # pyarrow refuses paths that are not UTF-8.
+                with (self.folder / f"{name}.{kind}.parquet").open("rb") as file:
+                    found.append(pd.read_parquet(file))
             except (OSError, ValueError):  # pyarrow's own errors are ValueErrors
                 return None
         return Found(*found)
@@ -287,8 +293,8 @@ def write_whole(path: Path, frame: pd.DataFrame, metadata: dict[str, str] | None
     table = pa.Table.from_pandas(frame, preserve_index=False)
     if metadata:
         table = table.replace_schema_metadata({**(table.schema.metadata or {}), **metadata})
-    with whole_file(path) as partial:
-        pq.write_table(table, partial, compression="zstd")
+    with whole_file(path) as partial, partial.open("wb") as file:
+        pq.write_table(table, file, compression="zstd")
 
 
 @dataclass(frozen=True)

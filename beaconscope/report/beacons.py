@@ -87,6 +87,7 @@ def cluster_curves(track: BeaconTrack, queries: npt.NDArray[np.floating[Any]]) -
     chosen = np.unique(np.linspace(0, len(track.step) - 1, min(_MOST_CHANGES, len(track.step))).astype(np.int64))
     curves: dict[str, list[float | None]] = {"step": [], "coverage": [], "churn": [], "silhouette": []}
     points = unit(queries)
+    finite = np.isfinite(queries).all(axis=1)
     before: npt.NDArray[np.float32] | None = None
     for number in chosen.tolist():
         entry = np.arange(ends[number] - track.count[number], ends[number])
@@ -111,7 +112,8 @@ def cluster_curves(track: BeaconTrack, queries: npt.NDArray[np.floating[Any]]) -
         curves["step"].append(step)
         curves["coverage"].append(float(similar.mean()) if len(similar) else None)
         curves["churn"].append(churn)
-        curves["silhouette"].append(_silhouette(points[max(0, step + 1 - _SAMPLE) : step + 1], vectors))
+        last = np.arange(max(0, step + 1 - _SAMPLE), step + 1)
+        curves["silhouette"].append(_silhouette(points[last[finite[last]]], vectors))
     return curves
 
 

@@ -126,6 +126,8 @@ def collect(
             progress(done + 1, len(trace.heads))
     if reader.without_beacons:
         left_out.append(f"the beacons of {reader.without_beacons} query heads with few revisits, for want of room")
+    if reader.hits_missing:
+        left_out.append(f"{reader.hits_missing:,} recorded hits, whose attention is not finite")
     if not trace.has_values:
         left_out.append("values, which were not recorded; nothing here needs them")
     rows = {row_name(row): row for row in findings.result["heads"]}
@@ -188,6 +190,8 @@ class _HeadReader:
         self.compressions: dict[tuple[int, int], list[int]] = {}
         self.head_facts: dict[int, dict[str, Any]] = {}
         self.without_beacons = 0
+        self.hits_missing = 0
+        """Hits whose attention is not finite."""
         self.evicts = False
         self._heads = heads
         self._first = {(head.layer, head.kv_head): head.number for head in reversed(heads)}
@@ -213,6 +217,7 @@ class _HeadReader:
         self.recorded.append(recorded_looks(head, first))
         if sum(map(len, self.recorded)) > 2 * _HELD_HITS:
             self.recorded = [gather(self.recorded).strongest(_HELD_HITS, self._window, self._sinks)[0]]
+        self.hits_missing += int((~np.isfinite(head.hit_mass)).sum())
         self.compressions[layer, kv_head] = [event.position for event in self.trace.evictions(layer, kv_head)]
         gone = evicted_at(self.trace, layer, kv_head)
         if gone is not None:
@@ -267,6 +272,12 @@ class _HeadReader:
         wanted = (self.revisits, sources)
         count = options.shown_queries if umap else min(options.shown_queries, _PCA_QUERIES)
         shown = shown_positions(self.trace.length, max(0, self.trace.prompt_length - 1), wanted, count, options.seed)
+        after = spaces["post-rope"]
+        assert after is not None
+        # What is not finite lies nowhere.
+        shown = shown[np.isfinite(after[shown]).all(axis=1)]
+        if not len(shown):
+            return
         must = np.isin(shown, np.concatenate(wanted))
         self.pack.add(f"space.{number}.position", shown.astype(smallest_unsigned(self.trace.length)))
         for space, queries in spaces.items():

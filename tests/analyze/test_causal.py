@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +12,7 @@ from beaconscope import AnalyzeOptions, BeaconScopeError, analyze, load_trace
 from beaconscope.analyze import add_causal
 from beaconscope.analyze.causal import long_range_gain
 from beaconscope.analyze.sentences import Sentences
+from beaconscope.models import tap
 from tests.analyze.made import Plan, plant
 from tests.models.test_probe import ALTERNATING, made
 from tests.tiny import tiny_model
@@ -93,11 +96,22 @@ def test_sliding_layers_see_their_window_only(model):
     assert np.allclose(logprob[PROMPT - 1 : -1], logprob_with(model, token_id, None)[PROMPT - 1 :], atol=1e-4)
 
 
-def test_logits_that_are_not_finite_are_no_gain():
+@pytest.mark.parametrize("position", [3, LENGTH - 2])
+def test_logits_that_are_not_finite_are_no_gain(position, monkeypatch):
+    def tap_and_damage(model):
+        tapped = tap(model)
+
+        def spoil(module, args, kwargs, output):
+            return output.masked_fill((kwargs["position_ids"] == position)[..., None], float("nan"))
+
+        # A model that is damaged before is refused by the tap.
+        model.model.layers[1].register_forward_hook(spoil, with_kwargs=True)
+        return tapped
+
+    monkeypatch.setattr(importlib.import_module("beaconscope.analyze.causal"), "tap", tap_and_damage)
     model = tiny_model()
-    model.model.layers[1].mlp.down_proj.weight.data[0, 0] = float("nan")
     token_id = torch.randint(0, 250, (LENGTH,), generator=torch.Generator().manual_seed(0))
-    with pytest.raises(BeaconScopeError, match=r"not finite after \d+ of \d+ tokens: .* that of layer 1; "):
+    with pytest.raises(BeaconScopeError, match=f"not finite after {position + 1} of {LENGTH} tokens: .* of layer 1; "):
         long_range_gain(model, token_id, PROMPT, sentences(), WINDOW, SINKS)
 
 

@@ -139,10 +139,18 @@ def test_a_trace_of_nothing_but_missing_queries_has_no_heads_of_any_kind(tmp_pat
     def spoil(query, key):
         query[:] = np.nan
 
-    _, found = analysis_of(tmp_path, Plan(length=150), spoil=spoil)
+    _, found = analysis_of(tmp_path, Plan(length=150), spoil=spoil, options=AnalyzeOptions())
     assert found.revisits.empty
-    assert (found.heads["kind"] == "local").all()
+    assert (found.heads["kind"] == "unknown").all()
     assert not found.heads["retrieves"].any()
+    # Nothing is said of steps of which nothing is known.
+    assert (found.summary["steps"], found.summary["revisit_rate"]) == (0, None)
+    assert found.summary["missing_steps"] > 0
+    assert found.verdict["text"].startswith("Not enough to tell: no step is known of all heads")
+    names = ["p", "q", "distant_share", "distant_share_max"]
+    assert found.tokens[names].isna().all(axis=None)
+    assert found.heads[["event_rate", "distant_share", "retrieval"]].isna().all(axis=None)
+    json.dumps(found.to_dict(), allow_nan=False)
 
 
 def test_most_steps_are_revisits_if_the_options_say_so(tmp_path):

@@ -107,7 +107,7 @@ def test_what_sees_missing_keys_only_is_missing_and_spoils_nothing(tmp_path):
     sentences = sentences_of(trace.tokens)
     attention = HeadAttention(trace.head(0, 0), layer_facts(trace, 0))
     scanned = scan(attention, sentences, 20, [[], []], None)
-    assert attention.missing == 11
+    assert attention.missing == (10, 1)
     assert scanned.top[:, 0].tolist() == [-1, -1]
     assert np.isfinite(scanned.vertical[:, :-4]).all()
     # The rows that are there attend with all they have.

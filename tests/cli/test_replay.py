@@ -80,6 +80,12 @@ def test_an_analysis_can_be_handed_over(run, trace):
     assert f"b.parquet is of another text than {trace}" in refused.stderr
 
 
+def test_a_budget_no_larger_than_what_a_policy_protects_by_default(run, trace):
+    result = run("replay", trace, "--policy", "snapkv:window=8", "--budget", "32", "--interval", "8", "--no-trt")
+    assert result.exit_code == 0, result.output
+    assert "snapkv:budget=32,interval=8,window=8 keeps" in " ".join(result.stdout.split()).replace(", ", ",")
+
+
 def test_a_budget_that_never_fills_is_said(run, trace):
     result = run("replay", trace, "--budget", "24,500", "--interval", "8", "--recent", "4", "--no-controls", "--no-trt")
     assert result.exit_code == 0, result.output

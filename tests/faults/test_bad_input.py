@@ -94,11 +94,11 @@ def test_models(refused, model_folder):
     Path("bare/model.safetensors").unlink()
     assert "holds no weights" in refused("--model", "bare", code=1)
     Path("bare/model.safetensors").write_bytes(b"no weights")
-    assert "cannot load the model bare" in refused("--model", "bare", code=1)
+    assert "bare/model.safetensors is not a whole safetensors file" in refused("--model", "bare", code=1)
     Path("broken.gguf").write_bytes(b"GGUF and nothing else")
     assert "broken.gguf" in refused("--model", "broken.gguf", code=1)
     Path("broken.gguf").write_bytes(b"something else")
-    assert "is no GGUF file" in refused("--model", "broken.gguf", code=1)
+    assert "is not a GGUF file" in refused("--model", "broken.gguf", code=1)
 
 
 def test_devices(refused):

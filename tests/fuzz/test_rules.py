@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,23 @@ def test_files_of_arrays_and_weights_are_read_as_data_only(trees: dict[str, ast.
             assert given.get("shell", "False") == "False", name
             if ast.unparse(call.func).endswith("torch.load"):
                 assert given.get("weights_only") == "True", name
+
+
+def test_every_text_file_is_opened_in_utf8(trees: dict[str, ast.Module]) -> None:
+    """Python's default is that of the locale."""
+    found = []
+    for name, tree in trees.items():
+        for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+            whole = ast.unparse(call.func)
+            function = whole.rpartition(".")[2]
+            given = {keyword.arg: keyword.value for keyword in call.keywords}
+            modes = [each.value for each in [*call.args, given.get("mode")] if isinstance(each, ast.Constant)]
+            binary = any(re.fullmatch("[rwax+]*b[+]?", str(mode)) for mode in modes)
+            opens = function == "open" and whole not in ("os.open", "webbrowser.open") and not binary
+            reads = function in ("read_text", "write_text") and "." in whole
+            if (opens or reads or (whole.startswith("subprocess.") and "text" in given)) and "encoding" not in given:
+                found.append((name, ast.unparse(call)))
+    assert found == []
 
 
 def test_code_that_a_model_brings_is_not_run_unless_asked(tmp_path: Path) -> None:

@@ -35,11 +35,17 @@ def save_tiny(folder: Path, **overrides: Any) -> Path:
 
 
 def record_tiny(
-    model: PreTrainedModel, folder: Path, prompt: str = PROMPT, *, name: str = "t", **options: Any
+    model: PreTrainedModel,
+    folder: Path,
+    prompt: str = PROMPT,
+    *,
+    name: str = "t",
+    note: Callable[[str], None] | None = None,
+    **options: Any,
 ) -> Trace:
     """Record a prompt as it is, without a chat template, all layers."""
     settings = RecordOptions(**{"raw": True, "layers": "all", "max_new_tokens": 24, **options})
-    return record(model, endless_tokenizer(), prompt, settings, output=folder / f"{name}.parquet")
+    return record(model, endless_tokenizer(), prompt, settings, output=folder / f"{name}.parquet", note=note)
 
 
 @contextmanager

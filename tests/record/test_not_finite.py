@@ -39,9 +39,10 @@ def once_tapped(monkeypatch):
 @pytest.fixture(params=[False, True], ids=["settled one by one", "settled in groups"])
 def queues(request, monkeypatch):
     """As on a CPU, and as on an accelerator, where results are looked at once in a while."""
-    monkeypatch.setattr(
-        importlib.import_module("beaconscope.record.generate"), "_queues_work", lambda device: request.param
-    )
+    generate = importlib.import_module("beaconscope.record.generate")
+    monkeypatch.setattr(generate, "_queues_work", lambda device: request.param)
+    # On a slow machine results are looked at sooner.
+    monkeypatch.setattr(generate, "_SETTLE_SECONDS", math.inf)
     return request.param
 
 
@@ -69,8 +70,16 @@ def scaled(by):
     return lambda model: model.get_parameter(DOWN).data.mul_(by)
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.7), Sampling(temperature=0.7, top_p=0.9)])
-@pytest.mark.parametrize("completion", [None, "so 3 + 4 = 7"])
+@pytest.mark.parametrize(
+    ("sampling", "completion"),
+    [
+        (Sampling(), None),
+        (Sampling(temperature=0.7), None),
+        (Sampling(temperature=0.7, top_p=0.9), None),
+        (Sampling(), "so 3 + 4 = 7"),
+    ],
+    ids=["greedy", "sampled", "top-p", "given"],
+)
 def test_a_damaged_weight_is_named_and_nothing_is_left(sampling, completion, tmp_path, once_tapped):
     once_tapped(put(float("nan")))
     with pytest.raises(BeaconScopeError) as raised:
@@ -251,6 +260,20 @@ def test_what_only_a_cache_makes_infinite_is_not_blamed_on_a_layer(tmp_path, onc
 
     once_tapped(damage)
     with pytest.raises(BeaconScopeError, match="one pass over the same text without a cache is finite throughout"):
+        record_tiny(tiny_model(), tmp_path)
+
+
+def test_a_pass_that_fails_does_not_hide_why_it_stopped(tmp_path, once_tapped):
+    def damage(model):
+        def refuse(module, args, kwargs):
+            if not kwargs.get("use_cache"):
+                raise RuntimeError("this needs a cache")
+
+        break_at(1, 41)(model)
+        model.register_forward_pre_hook(refuse, with_kwargs=True)
+
+    once_tapped(damage)
+    with pytest.raises(BeaconScopeError, match=r"10 new tokens: the pass .* fails \(this needs a cache\);"):
         record_tiny(tiny_model(), tmp_path)
 
 

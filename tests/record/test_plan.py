@@ -12,7 +12,7 @@ from beaconscope.kv.policies import H2O, ScissorHands
 from beaconscope.models import tap
 from beaconscope.record import Prompt, plan, record_prompts
 from beaconscope.selection import select
-from tests.record.recording import PROMPT, endless_tokenizer, record_tiny
+from tests.record.recording import PROMPT, endless_tokenizer, generate_plainly, record_tiny
 from tests.tiny import CHAT_TEMPLATE, EOS, tiny_model, tiny_tokenizer
 
 
@@ -203,19 +203,52 @@ def test_a_prompt_without_room_is_refused_with_both_numbers(context, tmp_path):
 
 
 def dynamic(context):
-    """A model that turns slower once its text is longer than 48 tokens."""
-    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10_000.0, "original_max_position_embeddings": 48}
+    """A model that turns slower once its text is longer than its context."""
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10_000.0}
     return tiny_model("llama", rope_parameters=rope, max_position_embeddings=context)
 
 
-def test_where_frequencies_change_pre_rope_queries_are_refused(tmp_path):
-    model = dynamic(context=192)
-    assert tap(model).layers[0].rotary.limit == 48
-    with pytest.raises(BeaconScopeError, match=r"past 48 tokens .* at most 16, or --query-space"):
-        record_tiny(model, tmp_path, max_new_tokens=17)
-    assert record_tiny(model, tmp_path, name="a", max_new_tokens=16).length == 48
-    for number, policy in enumerate((BeaconKV(query_space="post-rope"), StreamingLLM())):
-        record_tiny(model, tmp_path, name=str(number), max_new_tokens=17, policy=policy)
+def test_dynamic_frequencies_change_past_the_context_only(tmp_path):
+    model = dynamic(context=100)
+    assert tap(model).layers[0].rotary.limit == 100
+    trace = record_tiny(model, tmp_path, max_new_tokens=500, policy=BeaconKV(budget=512))
+    assert trace.length == 100
+    ids = trace.tokens["token_id"].tolist()
+    assert ids[32:] == generate_plainly(dynamic(context=100), ids[:32], 68)
+
+
+LONGROPE = {
+    "original_max_position_embeddings": 64,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0] * 8,
+        "long_factor": [4.0] * 8,
+        "original_max_position_embeddings": 64,
+        "factor": 64.0,
+    },
+}
+
+
+@pytest.mark.parametrize("arch", ["phi3", "llama"])
+@pytest.mark.parametrize("policy", [BeaconKV(), BeaconKV(query_space="post-rope"), StreamingLLM(), Full()])
+def test_a_text_past_a_switch_of_frequencies_is_refused_with_a_remedy_that_works(arch, policy, tmp_path):
+    model = tiny_model(arch, **LONGROPE)
+    with pytest.raises(BeaconScopeError) as refused:
+        record_tiny(model, tmp_path, max_new_tokens=33, policy=policy)
+    message = str(refused.value)
+    assert message.startswith("past 64 tokens this model changes its rotary frequencies and starts again without its")
+    assert message.endswith("and the text may reach 65; give --max-new-tokens at most 32")
+    trace = record_tiny(model, tmp_path, max_new_tokens=32, policy=policy)
+    ids = trace.tokens["token_id"].tolist()
+    assert ids[32:] == generate_plainly(tiny_model(arch, **LONGROPE), ids[:32], 32)
+
+
+def test_a_prompt_past_a_switch_of_frequencies_is_refused(tmp_path):
+    with pytest.raises(BeaconScopeError, match=r"past 64 tokens .* the text may reach 94; shorten it"):
+        record_tiny(tiny_model("phi3", **LONGROPE), tmp_path, "x" * 70, max_new_tokens=24)
+    with pytest.raises(BeaconScopeError, match=r"past 64 tokens .* the text may reach 72; shorten it"):
+        record_tiny(tiny_model("phi3", **LONGROPE), tmp_path, completion="x" * 40)
 
 
 def test_a_batch_does_not_change_the_frequencies_of_its_sequences(tmp_path):

@@ -137,10 +137,10 @@ def test_an_option_that_the_template_does_not_use_is_refused_by_name(template, o
         ({"template_options": {3: 1}}, "3 cannot be an option of a chat template"),
         ({"template_options": {"a": {1, 2}}}, "the template option a is {1, 2}; give a value that JSON can express"),
         ({"template_options": {"a": float("nan")}}, "the template option a is nan"),
-        ({"template_options": {"a": "\udcff"}}, "the template option a holds half of a surrogate pair"),
+        ({"template_options": {"a": "\udcff"}}, "half of a surrogate pair is in the template option a"),
         ({"template_options": [("a", 1)]}, "give a mapping of names to values"),
-        ({"system": "\ud800"}, "the system holds half of a surrogate pair"),
-        ({"think_open": "\ud800"}, "the think open holds half of a surrogate pair"),
+        ({"system": "\ud800"}, "half of a surrogate pair is in the system message"),
+        ({"think_open": "\ud800"}, "half of a surrogate pair is in the think markers"),
     ],
 )
 def test_options_that_cannot_be(options, says):
@@ -190,7 +190,7 @@ def test_prompts_are_checked_by_name_before_any_is_run(tmp_path):
     with pytest.raises(BeaconScopeError, match=r"^prompt b: "):
         record_prompts(tiny_model(), tokenizer_with(template), prompts, folder=tmp_path / "traces")
     assert not (tmp_path / "traces").exists()
-    with pytest.raises(BeaconScopeError, match=r"^prompt a: the prompt holds half of a surrogate pair"):
+    with pytest.raises(BeaconScopeError, match=r"^prompt a: half of a surrogate pair is in the prompt"):
         check_prompts(tiny_tokenizer(), [Prompt("a", "\udcff")], RecordOptions())
     with pytest.raises(BeaconScopeError, match=r"^the model's chat template refuses"):
         record(tiny_model(), tokenizer_with(template), "bad", output=tmp_path / "t.parquet")

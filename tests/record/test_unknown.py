@@ -8,7 +8,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from beaconscope import LoadOptions, RecordOptions, load_model, record
+from beaconscope import BeaconScopeError, LoadOptions, RecordOptions, load_model, record
 from beaconscope.record import Prompt, record_prompts
 from beaconscope.record.encode import count_unknown
 from tests.record.recording import PROMPT, endless_tokenizer
@@ -72,3 +72,14 @@ def test_nothing_is_said_of_a_prompt_that_the_model_knows(tmp_path):
         warnings.simplefilter("error")
         options = RecordOptions(max_new_tokens=2, raw=True)
         record(tiny_model(), endless_tokenizer(), PROMPT, options, output=tmp_path / "t")
+
+
+@pytest.mark.parametrize(("prompt", "completion"), [("a zebra", None), ("a", "zebra")])
+def test_a_token_that_the_model_has_no_embedding_of_is_refused(tmp_path, prompt, completion):
+    tokenizer = endless_tokenizer()
+    tokenizer.add_tokens(["zebra"])
+    options = RecordOptions(raw=True, completion=completion)
+    with pytest.raises(BeaconScopeError, match=r"has token 264 \(zebra\), and the model only 264 tokens"):
+        record(tiny_model(), tokenizer, prompt, options, output=tmp_path / "t")
+    # Without it the same tokenizer will do.
+    record(tiny_model(), tokenizer, "a", RecordOptions(raw=True, max_new_tokens=2), output=tmp_path / "t")

@@ -66,7 +66,18 @@ function periods(summary) {
 }
 
 function tooShort(data) {
-  return data.plain.summary.steps ? "No step stands out from chance." : "The trace is too short for revisits.";
+  const { summary } = data.plain;
+  if (summary.steps) return "No step stands out from chance.";
+  return summary.missing_steps ? "The recording is not finite at any step." : "The trace is too short for revisits.";
+}
+
+/** What an analysis left out because it is not finite, in words; null where it left out nothing. */
+function sayMissing(summary) {
+  if (!summary.missing_vectors) return null;
+  const heads = (summary.missing ?? []).map((head) => `layer ${head.layer} head ${head.kv_head} (${count(head.queries + head.keys)})`);
+  const where = heads.length ? `: ${heads.join(", ")}` : "";
+  const steps = summary.missing_steps ? `; ${plural(summary.missing_steps, "step")} left out, at which some head is not known` : "";
+  return `${count(summary.missing_vectors)} queries or keys that are not finite${where}${steps}`;
 }
 
 export function makeCard(parent, store, about) {
@@ -93,7 +104,7 @@ export function makeCard(parent, store, about) {
       fact("recorded by", [el("code", {}, trace.command), el("p", { class: "caption" }, "Put together from the options in the trace, which does not have the names of files; what is not said is at its default.")]),
       about.command ? fact("report by", el("code", {}, `${about.command}  (BeaconScope ${about.version}, ${about.made})`)) : null,
       fact("left out", leftOut.length ? el("ul", {}, leftOut.map((line) => el("li", {}, line))) : "nothing"),
-      summary.missing_vectors ? fact("missing", `${count(summary.missing_vectors)} queries or keys that are not finite`) : null,
+      fact("missing", sayMissing(summary)),
       data.plain.redacted ? fact("redacted", "every token's text; the layout, numbers and positions are those of the trace") : null,
     ),
     data.plain.causal ? el("p", {}, sayCausal(data.plain.causal)) : null,

@@ -62,8 +62,10 @@ export function makeComparison(parent, [one, other], names) {
   const prefix = commonPrefix(one, other);
   const sets = [one, other].map((data) => new Set(data.revisitPositions.filter((position) => position < prefix)));
   const both = [...sets[0]].filter((position) => sets[1].has(position)).length;
-  const heads = one.heads.filter((head) => head.analyzed && other.headByName.get(head.name)?.analyzed);
-  const rates = [heads.map((head) => head.event_rate ?? 0), heads.map((head) => other.headByName.get(head.name).event_rate ?? 0)];
+  const rateIn = (data, head) => data.headByName.get(head.name)?.event_rate;
+  const known = (rate) => rate !== null && rate !== undefined;
+  const heads = one.heads.filter((head) => known(rateIn(one, head)) && known(rateIn(other, head)));
+  const rates = [one, other].map((data) => heads.map((head) => rateIn(data, head)));
   const anchorsOf = (data) => new Map(data.plain.anchors.map((row) => [data.snippet(row.start, row.stop, 60), row.visits]));
   const anchors = [anchorsOf(one), anchorsOf(other)];
   const sentences = [...new Set([...anchors[0].keys(), ...anchors[1].keys()])]

@@ -113,6 +113,9 @@ export function makeRevisits(parent, store, jump) {
 
 function whyNoRevisits(data) {
   const { summary } = data.plain;
+  if (!summary.steps && summary.missing_steps) {
+    return "No step is known of all heads: queries or keys are not finite.";
+  }
   if (!summary.steps) {
     return `The trace is too short for revisits: a step counts once ${count(2 * summary.window)} tokens are before it, and the trace has ${count(data.length)}.`;
   }
