@@ -29,8 +29,9 @@ log-probabilities, hits, attention mass, attention recomputed from queries and k
 `BeaconCache`. What a compressed cache had dropped was hidden from transformers' own attention, which then had to give
 the same numbers. A replay had to evict what the recording evicted, and `analyze` had to take the trace.
 
-Layers with a sliding window keep their window and are not compressed; `record` says so. The table says that the numbers
-are right. It does not say how well a model works with a small cache.
+Layers with a sliding window keep their window and are not compressed; `record` says so. Where every layer has one that
+is shorter than the text, only a full cache can be recorded. The tables say that the numbers are right. They do not say
+how well a model works with a small cache.
 """
 _SECTIONS = (
     (RIGHT, "work", "Works", "Every number is right, in every variant."),
@@ -50,7 +51,7 @@ _SPECIFIC = (
     (r"layer \d+ \(\w+\)", "a layer"),
     (r"every layer of \w+", "every layer"),
     (r"layer \d+", "a layer"),
-    (r"\b[A-Z]\w*(ForCausalLM|ForConditionalGeneration|Model|LMHeadModel|DecoderLM) ", ""),
+    (r"\b\w+(ForCausalLM|ForConditionalGeneration|Model|LMHeadModel|WithLMHead) ", ""),
     (r" \((off|weights differ) by up to [^)]*\)", ""),
 )
 _WHY_UNBUILT: Mapping[str, str] = {
