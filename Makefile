@@ -9,11 +9,11 @@ BIN := $(VENV)/bin
 WORKERS ?= 2
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
-BENCHMARKS := recording attentions decoding gpu analyze detection replay report accuracy
+BENCHMARKS := recording attentions decoding gpu analyze detection replay report accuracy architectures
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: test test-js test-browser demo docs reference lint types format test-oldest test-peers bench bench-quick bench-peers install clean
+.PHONY: test test-js test-browser demo docs reference models lint types format test-oldest test-peers bench bench-quick bench-peers install clean
 
 # The browser has a target of its own.
 test: install
@@ -40,6 +40,10 @@ docs: install
 # The pages of the reference that are written from the code.
 reference: install
 	$(BIN)/python -m docs._reference
+
+# Every causal architecture of transformers, recorded and compared with it: writes docs/models.md.
+models: install
+	$(BIN)/python benchmarks/architectures.py --workers $(WORKERS) --docs
 
 lint: install
 	$(BIN)/ruff check .
