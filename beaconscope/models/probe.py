@@ -39,7 +39,7 @@ _TEXT = 64
 """Tokens of the random text."""
 _SMALL = 20
 """Bounds of up to this many tokens are left as they are: the random text is three times as long."""
-_BOUND = re.compile(r"window|chunk|(^|_)local(_|$)|index_topk|(^|_)block_size")
+_BOUND = re.compile(r"window|chunk|(^|_)local(_|$)|index\w*_(topk|budget)|(^|_)block_size")
 """Names of settings that may bound what a query sees."""
 _APART = 1e-3
 """Largest difference of attention weights in float32, and of outputs relative to the largest one."""

@@ -124,6 +124,7 @@ OWN: Mapping[str, Mapping[str, Any]] = {
     **{name: {"attention_multiplier": 0.25} for name in ("granite", "granitemoe", "granitemoeshared")},
     "hrm_text": {"num_hidden_layers": 1},
     "kimi_linear": {"layer_types": ["linear_attention", "full_attention"] * 2},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "mamba2": {"num_heads": 8},
     "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"] * 2, "index_block_size": 8},

@@ -208,8 +208,27 @@ class _Examination:
                 self._find([f"the refusal asks for what the tool does itself: {refusal}"])
                 return
             raise
-        for path in paths:
-            self._check_compressed(load_trace(path))
+        traces = [load_trace(path) for path in paths]
+        if not self._pads_alike([token_ids(trace)[: trace.prompt_length] for trace in traces]):
+            self.notes.append("in a padded batch, transformers itself computes other numbers than for a prompt alone")
+            traces = traces[:1]
+        for trace in traces:
+            self._check_compressed(trace)
+
+    def _pads_alike(self, prompts: list[list[int]]) -> bool:
+        """Whether transformers gives the same logits for the second prompt padded to the first and alone."""
+        longer, shorter = prompts
+        padding = len(longer) - len(shorter)
+        ids = torch.tensor([longer, [0] * padding + shorter])
+        mask = torch.ones_like(ids)
+        mask[1, :padding] = 0
+        options: dict[str, Any] = {"attention_mask": mask, "use_cache": False}
+        model = tiny_model(copy.deepcopy(self._config))
+        if "position_ids" in inspect.signature(model.forward).parameters:
+            options["position_ids"] = (mask.cumsum(dim=-1) - 1).clamp(min=0)
+        with torch.inference_mode():
+            padded = model(ids, **options).logits[1, -1]
+        return torch.allclose(padded, self._twin.run(shorter).logits[-1], atol=1e-3)
 
     def _read(self, trace: Trace) -> None:
         """``analyze`` and ``replay`` take the trace."""
