@@ -29,8 +29,8 @@ test-browser: install
 	command -v chromium > /dev/null || { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium; }
 	$(BIN)/python -m pytest tests/browser $(PYTEST_ARGS)
 
-# Records, and shows, a first trace without the network.
-demo: install
+# Records, and shows, a first trace; installs what running needs and nothing of the development tools.
+demo: $(VENV)/running
 	$(BIN)/beaconscope demo
 
 # The documentation as a site in site/.
@@ -76,8 +76,12 @@ test-peers: $(PEERS)/installed
 
 install: $(VENV)/installed
 
-$(VENV)/installed: pyproject.toml constraints.txt
+$(VENV)/running: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet -c constraints.txt -e .
+	touch $@
+
+$(VENV)/installed: $(VENV)/running
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev,docs,browser,gguf,dask,ray]'
 	# Once here, rather than in the first report of each process of the tests.
 	$(BIN)/python -c 'from beaconscope.report.space import compile_umap; compile_umap()'
