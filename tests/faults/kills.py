@@ -330,12 +330,12 @@ def _in_a_part(share: float) -> None:
     write = pq.write_table
     left = 1 + int(share * 8)
 
-    def dying(table: Any, path: Any, **other: Any) -> None:
+    def dying(table: Any, file: Any, **other: Any) -> None:
         nonlocal left
-        write(table, path, **other)
+        write(table, file, **other)
         left -= 1
         if not left:
-            os.truncate(path, int(share * os.path.getsize(path)))
+            file.truncate(int(share * file.tell()))
             _die()
 
     pq.write_table = dying

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from beaconscope.attention.spec import AttentionSpec
 from beaconscope.attention.step import AttentionStep
 from beaconscope.errors import BeaconScopeError, UsageError
 from beaconscope.kv import CompressedCache
@@ -412,7 +413,7 @@ def future(query, key, value, start, stop):
         key=key[:, :, :stop],
         value=value[:, :, :stop],
         key_positions=torch.arange(stop).expand(1, key.shape[1], -1),
-        scaling=query.shape[-1] ** -0.5,
+        spec=AttentionSpec(query.shape[-1] ** -0.5),
     )
 
 

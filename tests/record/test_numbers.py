@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from functools import partial
 
 import numpy as np
@@ -11,6 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from beaconscope import BeaconKV, Full, Sampling
+from beaconscope.models import hooks
 from beaconscope.record import recorder
 from tests.record.recording import (
     PROMPT,
@@ -170,17 +170,15 @@ def test_vectors_of_every_step_are_exactly_what_the_model_attended_with(
 
         def attention(module, query, key, value, mask, **options):
             count = query.shape[2]
-            if query.shape[0] == 1:  # not the probe
-                seen.setdefault(module.layer_idx, []).append(
-                    [part[0, :, -count:].float().numpy().copy() for part in (query, key, value)]
-                )
+            seen.setdefault(module.layer_idx, []).append(
+                [part[0, :, -count:].float().numpy().copy() for part in (query, key, value)]
+            )
             return run(module, query, key, value, mask, **options)
 
         return attention
 
-    tap = sys.modules["beaconscope.models.tap"]  # the package has a function of that name
-    tap_function = tap._backend_function
-    monkeypatch.setattr(tap, "_backend_function", spy)
+    tap_function = hooks._backend_function
+    monkeypatch.setattr(hooks, "_backend_function", spy)
     # WHEN a recording is compressed again and again
     policy = BeaconKV(budget=20, interval=6, beacons=4, recent=3)
     model = tiny_model(arch).to(dtype)
@@ -189,7 +187,8 @@ def test_vectors_of_every_step_are_exactly_what_the_model_attended_with(
     for layer, kv_head in trace.heads:
         head = trace.head(layer, kv_head)
         group = head.query.shape[1]
-        query, key, value = (np.concatenate(part, axis=1) for part in zip(*seen[layer], strict=True))
+        passes = seen[layer][-(1 + trace.length - len(PROMPT)) :]  # those before are the probe's
+        query, key, value = (np.concatenate(part, axis=1) for part in zip(*passes, strict=True))
         np.testing.assert_array_equal(head.query, query[kv_head * group : (kv_head + 1) * group].swapaxes(0, 1))
         np.testing.assert_array_equal(head.key, key[kv_head])
         np.testing.assert_array_equal(head.value, value[kv_head])
