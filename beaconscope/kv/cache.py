@@ -206,19 +206,28 @@ class CompressedCache(TappedCache):
         else:
             self._kinds = None
 
-    def left_out(self, tokens: Tensor) -> None:
+    def left_out(self, tokens: Tensor, position_ids: Tensor | None, other: bool) -> None:
         """See :class:`~beaconscope.models.hooks.TappedCache`.
 
-        Where its rotary frequencies change, ``generate`` of some models drops the cache that it was given, and goes on
-        with one of its own.
+        Where its rotary frequencies change, ``generate`` of some models drops the cache that it was given. It goes on
+        with the whole text and a new cache, or (transformers 5.2) with the newest token alone.
         """
         asked, self._asked = self._asked, False
-        limit, seen = self._rotary_limit, super().get_seq_length()
-        if limit is None or not asked or not seen <= limit < tokens.shape[1]:
+        limit, seen, count = self._rotary_limit, super().get_seq_length(), tokens.shape[1]
+        if limit is None or other or seen > limit:
             return
-        # It was asked for its length and then left out, though the text is the one that it holds, or it holds none.
+        length = count if position_ids is None else int(position_ids[0, -1]) + 1
+        if length <= limit:
+            return
         last = self._last_fed
-        if not seen or (last is not None and torch.equal(tokens[:, seen - last.shape[1] : seen], last)):
+        if count < length:
+            dropped = count == length - seen
+        elif not seen or last is None:
+            dropped = asked
+        else:
+            same = torch.equal(tokens[:, seen - last.shape[1] : seen], last)
+            dropped = same and (asked or count == seen + 1)
+        if dropped:
             raise BeaconScopeError(_past_switch(limit))
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

@@ -48,8 +48,16 @@ class TappedCache(Cache):
             Their positions, int64 [B or 1, T]; None where the model numbers them itself.
         """
 
-    def left_out(self, tokens: Tensor) -> None:
-        """Before a forward pass of its model that is not given this cache, with ids int64 [B, T]."""
+    def left_out(self, tokens: Tensor, position_ids: Tensor | None, other: bool) -> None:
+        """Before a forward pass of its model that is not given this cache.
+
+        Parameters
+        ----------
+        tokens, position_ids
+            As in :meth:`fed`.
+        other
+            The pass is given another cache.
+        """
 
     def begin(self, call: LayerCall) -> None:
         """Before the layer computes anything."""
@@ -155,8 +163,9 @@ class _ModelHook:
         if cache is not None:
             cache.fed(tokens, given.get("position_ids"))
         elif tokens is not None:
+            other = any(isinstance(value, Cache) for value in given.values())
             for each in list(self.caches):
-                each.left_out(tokens)
+                each.left_out(tokens, given.get("position_ids"), other)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _ModelHook:
         return _ModelHook()  # of a copy of the model, which has no caches yet
