@@ -184,10 +184,17 @@ def _repeat_first_row(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Forward hook: give every row of the batch the hidden state of the first."""
-    if args and isinstance(args[0], Tensor):
-        return (args[0][:1].expand_as(args[0]), *args[1:]), kwargs
-    hidden = kwargs["hidden_states"]
-    return args, {**kwargs, "hidden_states": hidden[:1].expand_as(hidden)}
+    hidden = kwargs.get("hidden_states", args[0] if args else None)
+    assert isinstance(hidden, Tensor)
+
+    def repeated(value: Any) -> Any:
+        # Some take the same state as query, key and value.
+        same = isinstance(value, Tensor) and value.is_floating_point() and value.shape == hidden.shape
+        return value[:1].expand_as(value) if same else value
+
+    return tuple(map(repeated, args)), {
+        name: repeated(value) if name == "hidden_states" else value for name, value in kwargs.items()
+    }
 
 
 def _feed_text(model: PreTrainedModel, modules: Mapping[int, nn.Module]) -> list[_Seen]:
@@ -363,6 +370,9 @@ def _prove_weights(where: str, info: LayerInfo, eager: _Seen) -> None:
     if theirs is not None:
         if float(theirs.triu(1).max()) > _APART:
             raise BeaconScopeError(_bidirectional(where))
+        if info.sink_logit is not None:
+            # Whether a row holds what its sink leaves, or sums to one, is up to the function; the output tells.
+            weights, theirs = (each / each.sum(dim=-1, keepdim=True) for each in (weights, theirs))
         apart = float((weights - theirs).abs().max())
         if not apart <= _APART:
             raise BeaconScopeError(
