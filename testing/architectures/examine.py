@@ -186,7 +186,7 @@ class _Examination:
         return trace
 
     def _batch(self) -> None:
-        """Two prompts of unequal length together, each as if it were alone."""
+        """Two prompts of unequal length together, the shorter one padded on the left."""
         self.stage = "batch of unequal prompts"
         policy = BeaconKV(**SMALL) if self._compresses else Full()
         options = self._options(policy, max_new_tokens=FEW)
@@ -208,27 +208,9 @@ class _Examination:
                 self._find([f"the refusal asks for what the tool does itself: {refusal}"])
                 return
             raise
-        traces = [load_trace(path) for path in paths]
-        if not self._pads_alike([token_ids(trace)[: trace.prompt_length] for trace in traces]):
-            self.notes.append("in a padded batch, transformers itself computes other numbers than for a prompt alone")
-            traces = traces[:1]
-        for trace in traces:
-            self._check_compressed(trace)
-
-    def _pads_alike(self, prompts: list[list[int]]) -> bool:
-        """Whether transformers gives the same logits for the second prompt padded to the first and alone."""
-        longer, shorter = prompts
-        padding = len(longer) - len(shorter)
-        ids = torch.tensor([longer, [0] * padding + shorter])
-        mask = torch.ones_like(ids)
-        mask[1, :padding] = 0
-        options: dict[str, Any] = {"attention_mask": mask, "use_cache": False}
-        model = tiny_model(copy.deepcopy(self._config))
-        if "position_ids" in inspect.signature(model.forward).parameters:
-            options["position_ids"] = (mask.cumsum(dim=-1) - 1).clamp(min=0)
-        with torch.inference_mode():
-            padded = model(ids, **options).logits[1, -1]
-        return torch.allclose(padded, self._twin.run(shorter).logits[-1], atol=1e-3)
+        longer, shorter = map(load_trace, paths)
+        self._check_compressed(longer)
+        self._check_compressed(shorter, padding=longer.prompt_length - shorter.prompt_length)
 
     def _read(self, trace: Trace) -> None:
         """``analyze`` and ``replay`` take the trace."""
@@ -264,9 +246,14 @@ class _Examination:
         argument = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
         return _refusing(generate, model, prompt, recorded.length - len(prompt), **{argument: cache}), layers
 
-    def _check_compressed(self, trace: Trace) -> None:
-        truth = self._twin.run(token_ids(trace), hidden_entries(trace))
+    def _check_compressed(self, trace: Trace, padding: int = 0) -> None:
+        ids, hidden = token_ids(trace), hidden_entries(trace)
+        truth = self._twin.run(ids, hidden, padding=padding)
         self._find(check_logprobs(trace, truth) + check_attention(trace, truth))
+        if padding and not torch.allclose(truth.logits, self._twin.run(ids, hidden).logits, atol=1e-3):
+            self.notes.append(
+                "transformers itself gives a padded prompt of a batch other numbers than the prompt alone"
+            )
 
     def _find(self, wrong: Sequence[str]) -> None:
         self.wrong += [f"{self.stage}: {each}" for each in wrong]

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -54,11 +55,19 @@ class Twin:
         """Whether attention goes through transformers' attention interface; only then can entries be hidden."""
         self._backend = str(self.model.config._attn_implementation)
         self._hidden: Mapping[int, Tensor] = {}
+        self._padding = 0
         self._found: dict[int, list[Tensor]] = {}
         if self.interface:
             AttentionMaskInterface.register(_PREFIX + self._backend, ALL_MASK_ATTENTION_FUNCTIONS[self._backend])
 
-    def run(self, tokens: list[int], hidden: Mapping[int, Tensor] | None = None, *, numbered: bool = True) -> Pass:
+    def run(
+        self,
+        tokens: list[int],
+        hidden: Mapping[int, Tensor] | None = None,
+        *,
+        padding: int = 0,
+        numbered: bool = True,
+    ) -> Pass:
         """Run all tokens at once.
 
         Parameters
@@ -67,33 +76,37 @@ class Twin:
             Of one text.
         hidden
             By layer which entries a query does not see, bool [Hq, T, T].
+        padding
+            Columns of padding before them, as a shorter text in a batch has.
         numbered
             Give the model the positions, as ``generate`` does, where it takes them.
         """
-        self._hidden, self._found = hidden or {}, defaultdict(list)
-        accepted = inspect.signature(self.model.forward).parameters
+        self._padding, self._found = padding, defaultdict(list)
+        self._hidden = {layer: pad(each, (padding, 0, padding, 0)) for layer, each in (hidden or {}).items()}
+        ids = torch.tensor([[self.model.config.get_text_config(decoder=True).pad_token_id or 0] * padding + tokens])
         options: dict[str, Any] = {}
-        if numbered and "position_ids" in accepted:
-            options["position_ids"] = torch.arange(len(tokens))[None]
+        if numbered and "position_ids" in inspect.signature(self.model.forward).parameters:
+            options["position_ids"] = (torch.arange(ids.shape[1])[None] - padding).clamp(min=0)
+        if padding:
+            options["attention_mask"] = (torch.arange(ids.shape[1])[None] >= padding).long()
         hooks = []
         if not self.interface:
             options["output_attentions"] = True
-            hooks = [
-                each.register_forward_hook(self._collect) for each in self.model.modules() if _layer(each) is not None
-            ]
+            modules = [each for each in self.model.modules() if _layer(each) is not None]
+            hooks = [each.register_forward_hook(self._collect) for each in modules]
         else:
             # Anew for each pass: another twin may have registered its own function.
             AttentionInterface.register(_PREFIX + self._backend, self._attend)
             self.model.set_attn_implementation(_PREFIX + self._backend)
         try:
             with torch.inference_mode():
-                output = self.model(torch.tensor([tokens]), use_cache=False, **options)
+                output = self.model(ids, use_cache=False, **options)
         finally:
             for hook in hooks:
                 hook.remove()
         found = {layer: each for layer, each in self._found.items() if each}
         return Pass(
-            output.logits[0],
+            output.logits[0, padding:],
             {layer: each[0] for layer, each in found.items() if len(each) == 1},
             tuple(layer for layer, each in found.items() if len(each) > 1),
         )
@@ -130,6 +143,7 @@ class Twin:
                 self._note(layer, part[0])
 
     def _note(self, layer: int, weights: Tensor) -> None:
+        weights = weights[:, self._padding :, self._padding :]
         if not any(torch.equal(weights, other) for other in self._found[layer]):
             self._found[layer].append(weights)
 

@@ -96,6 +96,19 @@ def test_what_is_hidden_from_the_twin_gets_no_weight(attn: str) -> None:
     assert not torch.allclose(masked.logits[12], plain.logits[12])
 
 
+@pytest.mark.parametrize("attn", ["eager", "sdpa"])
+def test_padding_changes_nothing_for_the_twin(attn: str) -> None:
+    overrides = variants("gemma3_text")["short window in every other layer"]
+    twin = Twin(tiny_config("gemma3_text", **overrides), attn)
+    tokens = list(range(40, 70))
+    hidden = {1: torch.zeros(4, 30, 30, dtype=torch.bool)}
+    hidden[1][2, 9:, 4] = True
+    alone, padded = twin.run(tokens, hidden), twin.run(tokens, hidden, padding=5)
+    torch.testing.assert_close(padded.logits, alone.logits, atol=1e-4, rtol=0)
+    for layer, weights in alone.weights.items():
+        torch.testing.assert_close(padded.weights[layer], weights, atol=1e-5, rtol=0)
+
+
 def test_numbers_of_another_window_are_found(tmp_path) -> None:
     overrides = variants("gemma3_text")["short window in every other layer"]
     trace = record_tiny(tiny_model(tiny_config("gemma3_text", **overrides)), tmp_path, policy=Full())
