@@ -92,7 +92,7 @@ def record_with_workers(
         load = replace(load, model=str(local.absolute()))
     if unfinished and engine == "loky":
         # Here once, before each worker loads a model; on a cluster the files may not be on this machine.
-        check_prompts(_tokenizer(load), unfinished, options)
+        check_prompts(load_tokenizer(load), unfinished, options)
     run = uuid.uuid4().hex
     tasks = {
         batch[0].id: _Batch(load, tuple(batch), options, folder, run)
@@ -134,7 +134,7 @@ class _Batch:
         notes: list[str] = []
         # Where a worker of a cluster has several threads, they take turns: there is one model.
         with _TURN:
-            check_prompts(_tokenizer(self.load), self.prompts, self.options)
+            check_prompts(_tokenizer(self.load, self.run), self.prompts, self.options)
             worker = _worker(self.load, self.run)
             record_prompts(
                 worker.loaded.model,
@@ -161,14 +161,14 @@ class _Worker:
 
 
 @functools.lru_cache(maxsize=1)
-def _tokenizer(load: LoadOptions) -> PreTrainedTokenizerBase:
+def _tokenizer(load: LoadOptions, run: str) -> PreTrainedTokenizerBase:
     return load_tokenizer(load)
 
 
 @functools.lru_cache(maxsize=1)
 def _worker(load: LoadOptions, run: str) -> _Worker:
     claim = None
-    tokenizer = _tokenizer(load)
+    tokenizer = _tokenizer(load, run)
     if _wants_gpu(load) and torch.cuda.is_available():
         index, claim = claim_gpu(run, torch.cuda.device_count())
         load = replace(load, device=f"cuda:{index}")
